@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from meshtrain.verify.tiny import default_config, shrink
+from meshtrain.models.tiny import default_config, shrink
 
 
 def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:

@@ -16,10 +16,10 @@ from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_like
 from meshtrain.models.rotary import probed
+from meshtrain.models.tiny import shrink
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.collectives import reduce_from_shards
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
-from meshtrain.verify.tiny import shrink
 
 TINY_LAYERS = 4
 

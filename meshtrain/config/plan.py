@@ -25,6 +25,7 @@ Style = Literal[
     "per_head",
     "colwise_blocks",
     "mla_kv_a_proj",
+    "shared_outputs",
     "local_params",
     "moe_tp_experts",
     "expert_parallel",

@@ -105,9 +105,9 @@ def build_meta_model(
         )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # XLNet makes its parameters by a constructor that knows no default device.
+            # XLNet makes its parameters by a constructor that knows no default device or format.
             if not parameter.is_meta:
-                module.register_parameter(name, nn.Parameter(parameter.to("meta")))
+                module.register_parameter(name, nn.Parameter(parameter.to("meta", dtype)))
     model.train()
     return model
 

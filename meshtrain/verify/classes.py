@@ -14,12 +14,12 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.errors import ConfigError, UserError
+from meshtrain.models.tiny import default_config
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropout
 from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
-from meshtrain.verify.tiny import default_config
 from meshtrain.verify.variants import Values, attention_heads, cover_pairs, find_flags, flags_text
 from meshtrain.verify.verify_run import make_case
 

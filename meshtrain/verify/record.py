@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from meshtrain.config.reading import shipped_plans
-from meshtrain.verify.tiny import KEY_VALUE_HEADS
+from meshtrain.models.tiny import KEY_VALUE_HEADS
 from meshtrain.verify.variants import Flags, Values, attention_heads, candidates
 
 RECORD_NAME = "variants.json"

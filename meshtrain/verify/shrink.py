@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from meshtrain.config.mesh import AXES, FSDP_AXES, TP, MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, PrecisionPlan
+from meshtrain.models.tiny import HEADS
 from meshtrain.parallel.shard import needs_fsdp
-from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
 # This many axes can be 2 wide at once.

@@ -15,8 +15,8 @@ from meshtrain.errors import UserError
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
+from meshtrain.models.tiny import KEY_VALUE_HEADS, default_config, shrink
 from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
-from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
 
 Values = Mapping[str, Any]
 # These select what a forward pass returns, or make a model that is not a causal language model.

@@ -1,36 +1,28 @@
 """The command `meshtrain verify RUN`: it makes the proofs of a run."""
 
-import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from meshtrain.compat.transformers import loop_over_experts
 from meshtrain.config.data import DataConfig
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import ModelError
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
+from meshtrain.models.tiny import HEADS, SHORT, key_value_heads
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.styles import STYLES
+from meshtrain.parallel.tiny_copy import copy_with_all_kinds, layer_kinds, tiny_config
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
 from meshtrain.verify.prove import prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
-from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
-LayerKind = tuple[str | None, frozenset[str], frozenset[str]]
-"""The layer type in the configuration, the classes of its modules, and the names of its
-parameters without numbers."""
 
 
 def verify_run(resolved: ResolvedRun, json_file: Path | None) -> bool:
@@ -137,9 +129,11 @@ def make_case(
     heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
     # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
-    make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads, short=short)
+    make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, short=short)
     build = partial(build_meta_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
-    plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
+    plans = {number: deeper for deeper, number in deepen(plan)}
+    number, tiny, model = copy_with_all_kinds(layer_kinds(build(hf_config)), plans, make, build)
+    plan = plans[number]
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
     global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree
     world_size = mesh.world_size
@@ -154,71 +148,3 @@ def make_case(
         trust_remote_code=trust_remote_code,
         pretrained=pretrained,
     )
-
-
-def _copy_with_all_kinds(
-    plan: ParallelPlan,
-    make: Callable[[int], PretrainedConfig],
-    build: Callable[[PretrainedConfig], PreTrainedModel],
-    kinds: dict[LayerKind, str],
-) -> tuple[ParallelPlan, PretrainedConfig, PreTrainedModel]:
-    """Return the smallest copy that has every kind of layer, and the plan for its number of layers.
-
-    Args:
-        plan: shrunk.
-        make: number of layers -> configuration of a copy.
-        build: configuration -> model.
-        kinds: of layers of the model itself.
-
-    Raises:
-        ModelError: if no copy is small enough, or the smallest of all cannot be built.
-    """
-    count, lacking = 0, kinds
-    for deeper, number in deepen(plan):
-        try:
-            tiny = make(number)
-            model = build(tiny)
-        except ModelError:
-            if count == 0:
-                raise
-            # A class may refuse this number of layers, and accept the next.
-            continue
-        found = layer_kinds(model)
-        count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
-        if not lacking:
-            return deeper, tiny, model
-    raise ModelError(
-        f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
-        f"that no tiny copy with up to {count} layers has"
-    )
-
-
-def layer_kinds(model: PreTrainedModel) -> dict[LayerKind, str]:
-    """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
-    try:
-        name, layers = find_layers(model)
-    except ModelError:
-        # The check of the plan decides whether it needs the layers.
-        return {}
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
-    kinds: dict[LayerKind, str] = {}
-    for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
-        kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
-    return kinds
-
-
-def _kind(layer_type: str | None, layer: nn.Module) -> LayerKind:
-    # The number of experts does not change the kind.
-    names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
-    return layer_type, frozenset(type(module).__name__ for module in layer.modules()), names
-
-
-def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:
-    tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
-    # Use the class that comes with the model, if there is one.
-    if code := getattr(config, "auto_map", None):
-        tiny.auto_map = code
-        tiny.name_or_path = config.name_or_path
-    # Experts use a grouped matrix product by default, which does not support float64.
-    loop_over_experts(tiny)
-    return tiny

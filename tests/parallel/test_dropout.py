@@ -17,13 +17,13 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.layout import local_tensor
+from meshtrain.models.tiny import default_config
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import Streams, stream_key
 from meshtrain.training.step import evaluate
 from meshtrain.verify.case import SEQUENCE, ProofCase
 from meshtrain.verify.dropout import measure, with_dropout
 from meshtrain.verify.parallel import build_step_context
-from meshtrain.verify.tiny import default_config
 from meshtrain.verify.verify_run import make_case
 from tests.parallel.steps import start, take_step
 from tests.parity import GPT2, MODELS, Case, batches, smallest_part

@@ -9,8 +9,8 @@ import pytest
 from transformers import BloomConfig, LlamaConfig, StableLmConfig
 
 from meshtrain import cli
+from meshtrain.models.tiny import default_config
 from meshtrain.verify.record import record_of, uncovered_flags
-from meshtrain.verify.tiny import default_config
 from meshtrain.verify.variants import Flags, attention_heads, candidates, cover_pairs, find_flags
 
 

@@ -84,7 +84,7 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
         # cannot share one of them.
         ("key-value heads", "num_kv_heads"),
     ):
-        if name != "num_attention_heads" and _are_full(plan.tensor.styles):
+        if name != "num_attention_heads" and _are_full(plan.tensor.styles, fused=name == "num_kv_heads"):
             continue
         for count in values_in_layers(model.config, name):
             if isinstance(count, int) and count % tp:
@@ -94,13 +94,16 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
                 )
 
 
-def _are_full(styles: Mapping[str, Style]) -> bool:
+def _are_full(styles: Mapping[str, Style], *, fused: bool) -> bool:
     """Return whether every process has all key-value heads, or shares one.
 
     In both cases tp need not divide their number.
+
+    Args:
+        fused: whether a fused projection of another name may give the key-value heads.
     """
     found = [STYLES[style] for pattern, style in styles.items() if gives_heads(pattern)]
-    return bool(found) and not any(row.gives == "part" and not row.four_blocks for row in found)
+    return (bool(found) or not fused) and not any(row.gives == "part" and not row.four_blocks for row in found)
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:

@@ -8,7 +8,7 @@ Blocks whose parameters are all sharded share the collective of their input.
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -17,16 +17,19 @@ from transformers import PreTrainedModel
 from meshtrain.compat.transformers import tensor_plan
 from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
-from meshtrain.errors import PlanError
+from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.flow import follow_heads
+from meshtrain.parallel.tensor.dataflow import derive_rules
+from meshtrain.parallel.tensor.flow import Flow, follow_heads
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
+    blocks_of,
     gives_heads,
+    is_module,
     name_of,
     rule_names,
     unchecked_rules,
@@ -129,19 +132,25 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
         return _own_rules(family.tensor)
     words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
     ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
-    if tp > 1 and not words.keys() - ends:
-        raise PlanError(
-            f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped "
-            "family plan knows it, and transformers has no plan for it",
-            "write the rules, or set mesh.tp = 1",
-        )
-    if tp > 1 and (reason := _why_unusable(model)):
-        raise PlanError(
-            f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} cannot be "
-            f"used: {reason}",
-            "write the rules, or set mesh.tp = 1",
-        )
+    if not words.keys() - ends or _why_unusable(model):
+        return _from_values(model, tp)
     return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
+
+
+def _from_values(model: PreTrainedModel, tp: int) -> _Source:
+    """Return rules derived from what a tiny copy of the model computes.
+
+    Raises:
+        ModelError: if there is no such copy, and tp needs rules.
+    """
+    try:
+        derived = derive_rules(model, tp)
+    except ModelError:
+        if tp > 1:
+            raise
+        # Rules only name what is fused here, and without rules nothing is, on any mesh.
+        return _Source()
+    return _Source(derived.styles, derived.fused, derived.local_attributes)
 
 
 def _why_unusable(model: PreTrainedModel) -> str | None:
@@ -202,7 +211,9 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
     styles |= _on_heads(model, styles, plan, tp)
     for index, layer in enumerate(layers):
         for child, module in layer.named_children():
-            styles |= _block(f"{prefix}{index}.{child}", module, styles)
+            styles |= dict(_blocks(f"{prefix}{index}.{child}", module, styles))
+    styles = _without_unentered(model, styles, plan, tp)
+    styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
     order = [name for name in rule_names(model) if name in styles]
     return {name: styles[name] for name in order}
 
@@ -214,13 +225,7 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
         PlanError: if the layers do not run on the meta device, which is the only way to find these
             modules.
     """
-    shared = _styles_of_shared_heads(styles, model, tp)
-    rules = MatchedRules(
-        shared,
-        match_modules(model, plan.local_attributes, "tensor.local_attributes"),
-        match_modules(model, plan.local_inputs, "tensor.local_inputs"),
-    )
-    flow = follow_heads(model, unchecked_rules(model, rules), tp)
+    flow = _follow(model, styles, plan, tp)
     if not flow.ran:
         raise PlanError(
             f"tensor.styles: mesh.tp = {tp}, but the layers of {type(model).__name__} do not run without values "
@@ -229,12 +234,31 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
         )
     names = rule_names(model)
     found: dict[str, Style] = {}
-    for style, owners in ((SUMMED, flow.on_parts), (PER_HEAD, flow.per_head)):
+    partial = [name for name in flow.partial if styles.get(name) == "replicate"]
+    for style, owners in ((SUMMED, [*flow.on_parts, *partial]), (PER_HEAD, flow.per_head)):
         # The pass runs only one layer of each kind; patterns find the same modules in the others.
         for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
     of_heads = tuple(f"{name}." for name, style in found.items() if style == PER_HEAD)
     return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
+
+
+def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> Flow:
+    shared = _styles_of_shared_heads(styles, model, tp)
+    rules = MatchedRules(
+        shared,
+        match_modules(model, plan.local_attributes, "tensor.local_attributes"),
+        match_modules(model, plan.local_inputs, "tensor.local_inputs"),
+    )
+    return follow_heads(model, unchecked_rules(model, rules), tp)
+
+
+def _without_unentered(
+    model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int
+) -> dict[str, Style]:
+    """Return the styles without blocks that have a projection of something else than their input."""
+    unentered = {as_pattern(name) for name in _follow(model, styles, plan, tp).unentered}
+    return {name: style for name, style in styles.items() if as_pattern(name) not in unentered}
 
 
 def _match_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
@@ -257,6 +281,12 @@ def _choose_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Sty
     return kept | dict.fromkeys(experts, "expert_parallel")
 
 
+def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of names that one parameter has, in both orders."""
+    for pair in model.all_tied_weights_keys.items():
+        yield from (pair, pair[::-1])
+
+
 def _ends(model: PreTrainedModel) -> dict[str, Style]:
     """Return the styles of embedding and head, which are cut by vocabulary where possible.
 
@@ -269,12 +299,35 @@ def _ends(model: PreTrainedModel) -> dict[str, Style]:
         # A classifier has a small head instead, which is not cut.
         return {name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate"}
     colwise = type(head) is nn.Linear
+    ends = {f"{name_of(model, end)}.weight" for end in (embedding, head)}
+    if any(name.startswith(f"{name_of(model, head)}.") and not {name, source} <= ends for name, source in _ties(model)):
+        # BERT's head has a second name for its bias, in a module that is not cut.
+        colwise = False
     if embedding.weight is head.weight:
         rowwise = colwise = rowwise and colwise
     return {
         name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate",
         name_of(model, head): "colwise_gather_output" if colwise else "replicate",
     }
+
+
+def _alone_on_parts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[str]:
+    """Yield projections whose outputs all shards use, and whose input no block makes full once."""
+    for name, style in styles.items():
+        alone = style == SUMMED and not any(blocks_of(name, styles, "shared input"))
+        if alone and is_module(model, name) and is_projection(model.get_submodule(name)):
+            yield name
+
+
+def _blocks(name: str, module: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+    """Yield the style of a part of a layer, and of the blocks inside it that share an input."""
+    found = _block(name, module, styles)
+    yield from found.items()
+    if found.get(name) == "whole_sequence" and name not in styles:
+        for child, inside in module.named_children():
+            for below, style in _blocks(f"{name}.{child}", inside, styles):
+                if style == "shared_input":
+                    yield below, style
 
 
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

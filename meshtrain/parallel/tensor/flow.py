@@ -35,7 +35,7 @@ from meshtrain.parallel.cut.probe import (
 from meshtrain.parallel.tensor.behavior import behavior_on_heads
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.modules import see_own_heads
-from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.rules import TensorRules, blocks_of
 from meshtrain.parallel.tensor.styles import STYLES
 
 # Styles of modules that have all their parameters on every process.
@@ -62,6 +62,7 @@ class Flow:
         counted_twice: modules whose gradient is complete, although the rules sum it.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
+        unentered: blocks that share an input, with a projection of something else inside.
         misused: sharded modules whose weight the model uses without calling them.
         failure: why the pass did not finish; None if it did.
         ran: whether the layers run on the meta device at all; if not, nothing is known.
@@ -72,6 +73,7 @@ class Flow:
     counted_twice: dict[str, None] = field(default_factory=dict)
     per_head: dict[str, None] = field(default_factory=dict)
     joint: dict[str, None] = field(default_factory=dict)
+    unentered: dict[str, None] = field(default_factory=dict)
     misused: dict[str, None] = field(default_factory=dict)
     failure: str | None = None
     ran: bool = True
@@ -268,15 +270,22 @@ class _Pass:
             return self._experts
         inputs = _input_width(module) // (self.tp if row.takes == "part" else 1)
         outputs, origin = _output_width(module), name if row.gradients == "summed" else HIDDEN_STATES
+        block = next(blocks_of(name, self.rules.styles, "shared input"), None)
         if row.gives == "part":
-            return partial(self._project, None, inputs, outputs // self.tp)
+            return partial(self._project, None, inputs, outputs // self.tp, block=block)
         if row.gives == "one head":
             heads = self.model.config.get_text_config().num_key_value_heads
-            return partial(self._project, None, inputs, outputs // (1 if self.is_first else heads))
+            return partial(self._project, None, inputs, outputs // (1 if self.is_first else heads), block=block)
         return partial(self._project, origin, inputs, outputs)
 
-    def _project(self, origin: str | None, inputs: int, outputs: int, x: Tensor) -> Tensor:
-        """Return an output of full features from `origin`, or a part of them if that is None."""
+    def _project(self, origin: str | None, inputs: int, outputs: int, x: Tensor, block: str | None = None) -> Tensor:
+        """Return an output of full features from `origin`, or a part of them if that is None.
+
+        Args:
+            block: that makes `x` full, if there is one.
+        """
+        if block is not None and not self.parts.is_part(x):
+            self.flow.unentered[block] = None
         if x.shape[-1] != inputs:
             raise ValueError(f"a projection gets {x.shape[-1]} inputs where it has {inputs}")
         result = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)

@@ -48,7 +48,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
             rule, or a rule that its module cannot follow.
     """
     matched = match_rules(model, plan)
-    styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
+    styles = {name: style for name, style in matched.styles.items() if is_module(model, name)}
     of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
     end = model.get_output_embeddings()
     head = None if end is None else name_of(model, end)
@@ -80,7 +80,7 @@ class MatchedRules:
 
 def unchecked_rules(model: nn.Module, matched: MatchedRules, *, logits_are_sharded: bool = False) -> TensorRules:
     """Return rules by module name with the dimensions that they shard, without a check."""
-    styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
+    styles = {name: style for name, style in matched.styles.items() if is_module(model, name)}
     of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
     return TensorRules(
         styles,
@@ -114,7 +114,8 @@ def rule_names(model: nn.Module) -> list[str]:
     return modules + parameters
 
 
-def _is_module(model: nn.Module, name: str) -> bool:
+def is_module(model: nn.Module, name: str) -> bool:
+    """Return whether a name that a rule matches is that of a module, and not of a parameter."""
     owner, _, kind = name.rpartition(".")
     return isinstance(getattr(model.get_submodule(owner), kind), nn.Module)
 

@@ -90,7 +90,7 @@ class StyleRow:
             is_split: whether hidden states around it are split along the sequence.
         """
         if self.gradients == "partial":
-            return [kind for kind, _ in module.named_parameters()]
+            return [kind for kind, _ in module.named_parameters(recurse=False)]
         if self.gradients == "partial if split" and is_split:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
         has_bias = getattr(module, "bias", None) is not None

@@ -176,6 +176,17 @@ class _EmbeddingRowwise(AppliedStyle):
         return module
 
 
+class _SharedOutputs(AppliedStyle):
+    """A projection stays full, and the shards of all processes use its outputs."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(change_output, self._share))
+        return module
+
+    def _share(self, outputs: Tensor) -> Tensor:
+        return copy_to_shards(outputs, self.region.group)
+
+
 class _MlaKvAProj(AppliedStyle):
     """A projection stays full whose last outputs are the rotary key that all heads share."""
 
@@ -359,6 +370,15 @@ STYLES: dict[Style, StyleRow] = {
         needs_full_sequence=True,
         adapter="rotary key",
         transformers=("mla_kv_a_proj",),
+    ),
+    "shared_outputs": StyleRow(
+        apply=_SharedOutputs,
+        used_for="a key or value that all heads share",
+        effect="The module is replicated. All heads use its outputs, so the gradient of these is summed.",
+        kind="projection",
+        requires=require_projection,
+        gradients="summed",
+        needs_full_sequence=True,
     ),
     "local_params": StyleRow(
         apply=LocalParams,

@@ -43,7 +43,9 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16
+    ),
     # Experts are in two groups, and a token goes to one of them.
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
@@ -237,7 +239,7 @@ def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int) -> list
 
 def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], num_layers: int) -> Any:
     if isinstance(value, list) and len(value) == num_layers:
-        return [value[index] for index in kept]
+        return [_shrunk(name, value[index], sizes, [], -1) for index in kept]
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return {place: value[index] for place, index in enumerate(kept) if index in value}
     if isinstance(value, float) and ("drop" in name or "jitter" in name):

@@ -14,8 +14,9 @@ from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
-from meshtrain.verify.tiny import default_config, shrink
-from meshtrain.verify.verify_run import layer_kinds, make_case
+from meshtrain.models.tiny import default_config, shrink
+from meshtrain.parallel.tiny_copy import layer_kinds
+from meshtrain.verify.verify_run import make_case
 from tests.parity import DYNAMIC, LONGROPE
 from tests.tiny import tiny_config
 

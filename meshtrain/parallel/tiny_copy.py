@@ -1,0 +1,96 @@
+"""Tiny copies of a model that have every kind of its decoder layers."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain.compat.transformers import loop_over_experts
+from meshtrain.errors import ModelError
+from meshtrain.models.tiny import HEADS, SHORT, shrink
+from meshtrain.parallel.cut.probe import find_layers
+
+MAX_LAYERS = 16
+LayerKind = tuple[str | None, frozenset[str], frozenset[str]]
+"""The layer type in the configuration, the classes of its modules, and the names of its
+parameters without numbers."""
+
+
+def tiny_config(
+    config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS, short: int = SHORT
+) -> PretrainedConfig:
+    """Return a tiny configuration, as `shrink` does, for a copy that computes in float64.
+
+    Args:
+        config: of the model itself. A class that comes with the model stays.
+
+    The other arguments are those of `shrink`.
+
+    Raises:
+        ModelError: if transformers refuses it.
+    """
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
+    if code := getattr(config, "auto_map", None):
+        tiny.auto_map = code
+        tiny.name_or_path = config.name_or_path
+    # Experts use a grouped matrix product by default, which does not support float64.
+    loop_over_experts(tiny)
+    return tiny
+
+
+def copy_with_all_kinds(
+    kinds: Mapping[LayerKind, str],
+    numbers: Iterable[int],
+    make: Callable[[int], PretrainedConfig],
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+) -> tuple[int, PretrainedConfig, PreTrainedModel]:
+    """Return the smallest copy that has every kind of layer, and its number of layers.
+
+    Args:
+        kinds: of the layers of the model itself, with the name of a layer of each.
+        numbers: of layers, ascending.
+        make: number of layers -> configuration of a copy.
+        build: configuration -> model.
+
+    Raises:
+        ModelError: if no copy is small enough, or the smallest of all cannot be built.
+    """
+    count, lacking = 0, kinds
+    for number in numbers:
+        try:
+            tiny = make(number)
+            model = build(tiny)
+        except ModelError:
+            if count == 0:
+                raise
+            # A class may refuse this number of layers, and accept the next.
+            continue
+        found = layer_kinds(model)
+        count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
+        if not lacking:
+            return number, tiny, model
+    raise ModelError(
+        f"{next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer that no tiny copy with up to "
+        f"{count} layers has, so nothing can be proven of it"
+    )
+
+
+def layer_kinds(model: PreTrainedModel) -> dict[LayerKind, str]:
+    """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
+    try:
+        name, layers = find_layers(model)
+    except ModelError:
+        # The check of the plan decides whether it needs the layers.
+        return {}
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds: dict[LayerKind, str] = {}
+    for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
+        kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
+    return kinds
+
+
+def _kind(layer_type: str | None, layer: nn.Module) -> LayerKind:
+    # The number of experts does not change the kind.
+    names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
+    return layer_type, frozenset(type(module).__name__ for module in layer.modules()), names
