@@ -2,10 +2,12 @@
 
 adapters: LoRA layers of peft, taken off a model and put back.
 build: the configuration and the stock model on the meta device.
+constructed: the values that the constructor of a model gives its tensors.
 dtypes: number formats and their names.
 flops: floating-point operations, counted from the structure of a model.
 fused: fused projections, which are kept in parts.
 initialize: random initialization that is the same on every mesh.
+init_rules: rules of initialization, of which every process keeps its part.
 layer_config: the configuration of a single layer.
 layout: the part of a global tensor that a process holds.
 patterns: module patterns of a plan.
@@ -13,6 +15,7 @@ probe_inputs: the inputs of a forward pass that finds out what a model does.
 rotary: rotary modules whose frequencies depend on the sequence length.
 ties: a check of tied weights.
 tiles: random numbers for a sharded tensor.
+tiny: tiny configurations of a model class that still have every part of it.
 undeclared: configuration values that transformers uses without declaring them.
 values: a check of configuration values.
 weights: pretrained weights from safetensors files.

@@ -15,10 +15,29 @@ from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of, tens
 
 
 class _Operation(NamedTuple):
+    """A call of an operator.
+
+    The views are those of the tensors at the time of the call: a parameter may get other memory
+    later, by an assignment to its `data`.
+    """
+
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    result: Any
+    took: "list[_View]"
+    gave: "list[_View]"
+
+    def repeat(self, real: "Mapping[_View, Tensor]") -> Any:
+        """Call the operator again, on the CPU with real tensors."""
+        views = iter(self.took)
+
+        def to_real(tensor: Tensor) -> Tensor:
+            return real.get(next(views), tensor)
+
+        args, kwargs = map_tensors(to_real, (self.args, dict(self.kwargs)))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        return self.function(*args, **kwargs)
 
 
 class ConstructedTensors:
@@ -48,34 +67,32 @@ class ConstructedTensors:
         Random values come from the stream of the CPU.
         """
         wanted = self._tensors[name]
-        real: dict[int, Tensor] = {}
-
-        def to_real(tensor: Tensor) -> Tensor:
-            return real.get(id(tensor), tensor)
-
+        # A parameter is another object than the tensor that it was made of, with the same memory.
+        real: dict[_View, Tensor] = {}
         for operation in self._leading_to(wanted):
-            args, kwargs = map_tensors(to_real, (operation.args, dict(operation.kwargs)))
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
-            result = operation.function(*args, **kwargs)
-            real.update(
-                (id(meta), it) for meta, it in zip(tensors_in(operation.result), tensors_in(result), strict=True)
-            )
-        return next(
-            real[id(meta)]
-            for operation in self._operations
-            for meta in tensors_in(operation.result)
-            if memory_of(meta) == memory_of(wanted) and meta.shape == wanted.shape and id(meta) in real
-        )
+            real.update(zip(operation.gave, tensors_in(operation.repeat(real)), strict=True))
+        return real[_view(wanted)]
 
     def _leading_to(self, wanted: Tensor) -> list[_Operation]:
-        needed, found = {memory_of(wanted)}, []
+        needed, found = {_view(wanted).memory}, []
         for operation in reversed(self._operations):
-            operands = tensors_in((operation.args, operation.kwargs))
-            if any(memory_of(tensor) in needed for tensor in tensors_in(operation.result)):
-                needed.update(map(memory_of, operands))
+            if any(view.memory in needed for view in operation.gave):
+                needed.update(view.memory for view in operation.took)
                 found.append(operation)
         return found[::-1]
+
+
+class _View(NamedTuple):
+    """What is the same for all tensors that are the same part of the same memory."""
+
+    memory: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _view(tensor: Tensor) -> _View:
+    return _View(memory_of(tensor), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Recorder(OperatorMode):
@@ -84,9 +101,13 @@ class _Recorder(OperatorMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
+        # Their memory is not reused for others.
+        self._kept: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        took = [_view(tensor) for tensor in tensors_in((args, kwargs or {}))]
         result = func(*args, **(kwargs or {}))
-        if tensors_in(result):
-            self.operations.append(_Operation(func, args, kwargs or {}, result))
+        if given := tensors_in(result):
+            self._kept += [tensor.detach() for tensor in given]
+            self.operations.append(_Operation(func, args, kwargs or {}, took, [_view(tensor) for tensor in given]))
         return result

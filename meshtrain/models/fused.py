@@ -10,6 +10,7 @@ up, hidden), the parts only get a separate dimension, which needs no copy.
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,16 +56,48 @@ class FusedParameter:
 
 
 class UnfusedProjection(nn.Module):
-    """The replacement of a fused projection: one child per part, with the outputs joined."""
+    """The replacement of a fused projection: one child per part, with the outputs joined.
+
+    Attributes:
+        written: while a rule of initialization runs, the stock parameters that it asks for, in
+            full; None otherwise.
+    """
+
+    written: dict[str, Tensor] | None
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        self.written = None
         for name, part in parts.items():
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project `x` (batch, seq, hidden) by every part; join the results along the last dim."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
+
+    def __getattr__(self, name: str) -> Any:
+        written = vars(self).get("written")
+        if written is None or name not in ("weight", "bias"):
+            return super().__getattr__(name)
+        if getattr(next(self.children()), name) is None:
+            return None
+        return written.setdefault(name, torch.empty(self.full_shape(name), dtype=torch.float32))
+
+    def full_shape(self, kind: str) -> torch.Size:
+        """Return the shape of the stock parameter, `weight` or `bias`."""
+        shapes = [part.get_parameter(kind).shape for part in self.children()]
+        dim = self._joined_dim(kind)
+        return torch.Size([sum(shape[dim] for shape in shapes) if at == dim else n for at, n in enumerate(shapes[0])])
+
+    def split(self, kind: str, value: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameter of each part, and its values, from those of the stock parameter."""
+        parameters = [part.get_parameter(kind) for part in self.children()]
+        dim = self._joined_dim(kind)
+        values = value.split([parameter.shape[dim] for parameter in parameters], dim)
+        return list(zip(parameters, values, strict=True))
+
+    def _joined_dim(self, kind: str) -> int:
+        return 1 if kind == "weight" and isinstance(next(self.children()), Conv1D) else 0
 
 
 def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]:

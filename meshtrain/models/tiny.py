@@ -1,5 +1,6 @@
 """Tiny configurations of a model class that still have every part of it."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,7 +23,7 @@ NORM_EPSILON = 1e-2
 # None, is left as it is, because 0 and None switch something off.
 WIDTH_NAMES = (
     *("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "lru_width"),
-    *("dim_model", "embedding_size", "embed_dim", "input_embedding_size"),
+    *("dim_model", "embedding_size", "embed_dim", "input_embedding_size", "embedding_dim"),
 )
 HEAD_NAMES = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
@@ -68,7 +69,7 @@ PART_SIZES = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
-LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
 # Width of a head of latent attention, and of the two parts that it may consist of.
 LATENT_HEAD = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 # (Width of the state relative to that of the model, number of heads that it is split into).
@@ -119,6 +120,8 @@ def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyTyp
     if values.get("is_decoder") is False:
         # Encoders with a causal LM class refuse without it, or attend to future tokens.
         config.is_decoder = True
+    if values.get("languages") and hasattr(config, "default_language"):
+        config.default_language = values["languages"][0]
     if values.get("axial_pos_embds"):
         # They fit one length of sequence only.
         config.axial_pos_embds = False
@@ -178,6 +181,13 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
     tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads).items()}
     tiny |= _small_parts(config)
+    computed = _computed(config)
+    known = {*sizes, *KEY_VALUE_HEADS}
+    tiny = {
+        name: value
+        for name, value in tiny.items()
+        if name not in computed or name in known or value != values[name] or _is_per_layer(value, num_layers)
+    }
     if isinstance(values.get("per_layer_config"), dict):
         tiny["per_layer_config"] = _small_overrides(values, tiny, kept)
     if values.get("vocab_size", 0) % tp:
@@ -186,6 +196,19 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
         tiny["num_kv_shared_layers"] = shared
     tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
     return tiny | {name: token for name, token in TOKENS.items() if values.get(name) is not None}
+
+
+def _is_per_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, list) and len(value) == num_layers
+
+
+def _computed(config: PretrainedConfig) -> set[str]:
+    """Return the names of the values that the class of a configuration computes from others."""
+    kind = type(config)
+    if "__dataclass_fields__" not in vars(kind):
+        return set()
+    given = {field.name for field in dataclasses.fields(kind) if field.default is not None}
+    return {name for name, value in kind().to_dict().items() if name not in given and isinstance(value, (int, list))}
 
 
 def _small_rope(config: Any, short: int) -> dict[str, Any]:
@@ -244,7 +267,7 @@ def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], nu
         return {place: value[index] for place, index in enumerate(kept) if index in value}
     if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
-    if isinstance(value, float) and "norm" in name and "eps" in name:
+    if isinstance(value, float) and "eps" in name and ("norm" in name or name == "eps"):
         return max(NORM_EPSILON, value)
     if name in sizes and isinstance(value, int) and value > 0:
         return min(sizes[name], value)

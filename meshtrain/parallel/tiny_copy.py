@@ -56,38 +56,49 @@ def copy_with_all_kinds(
     Raises:
         ModelError: if no copy is small enough, or the smallest of all cannot be built.
     """
-    count, lacking = 0, kinds
+    count, lacking, refusal = 0, kinds, None
     for number in numbers:
         try:
             tiny = make(number)
             model = build(tiny)
-        except ModelError:
-            if count == 0:
-                raise
+        except ModelError as error:
             # A class may refuse this number of layers, and accept the next.
+            refusal = refusal or error
             continue
         found = layer_kinds(model)
         count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
         if not lacking:
             return number, tiny, model
+    if refusal is not None and count == 0:
+        raise refusal
     raise ModelError(
         f"{next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer that no tiny copy with up to "
-        f"{count} layers has, so nothing can be proven of it"
+        f"{count} layers has"
     )
 
 
 def layer_kinds(model: PreTrainedModel) -> dict[LayerKind, str]:
     """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
     try:
-        name, layers = find_layers(model)
+        name, _ = find_layers(model)
     except ModelError:
         # The check of the plan decides whether it needs the layers.
         return {}
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds: dict[LayerKind, str] = {}
-    for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
-        kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
+    for index, kind in enumerate(kinds_of_layers(model)):
+        kinds.setdefault(kind, f"{name}.{index}")
     return kinds
+
+
+def kinds_of_layers(model: PreTrainedModel) -> list[LayerKind]:
+    """Return the kind of each decoder layer.
+
+    Raises:
+        ModelError: if the model has no list of layers.
+    """
+    _, layers = find_layers(model)
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    return [_kind(layer_type, layer) for layer_type, layer in zip(layer_types, layers, strict=False)]
 
 
 def _kind(layer_type: str | None, layer: nn.Module) -> LayerKind:

@@ -29,6 +29,7 @@ from meshtrain.parallel.tensor.rules import (
     resolve_rules,
     sharded_dims,
 )
+from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
 
 # What is wrong with a module, and what to do.
@@ -84,26 +85,30 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
         # cannot share one of them.
         ("key-value heads", "num_kv_heads"),
     ):
-        if name != "num_attention_heads" and _are_full(plan.tensor.styles, fused=name == "num_kv_heads"):
+        if name != "num_attention_heads" and _are_full(plan.tensor.styles):
             continue
         for count in values_in_layers(model.config, name):
-            if isinstance(count, int) and count % tp:
+            # One key-value head for all is not cut, unless it has a projection of its own.
+            is_one = name == "num_key_value_heads" and count == 1 and not _give_heads(plan.tensor.styles)
+            if isinstance(count, int) and count % tp and not is_one:
                 yield Problem(
                     f"mesh.tp = {tp} does not divide the model's {count} {what} ({name})",
                     _set_tp(_divisors(count)),
                 )
 
 
-def _are_full(styles: Mapping[str, Style], *, fused: bool) -> bool:
+def _are_full(styles: Mapping[str, Style]) -> bool:
     """Return whether every process has all key-value heads, or shares one.
 
     In both cases tp need not divide their number.
-
-    Args:
-        fused: whether a fused projection of another name may give the key-value heads.
     """
-    found = [STYLES[style] for pattern, style in styles.items() if gives_heads(pattern)]
-    return (bool(found) or not fused) and not any(row.gives == "part" and not row.four_blocks for row in found)
+    found = _give_heads(styles)
+    return bool(found) and not any(row.gives == "part" and not row.four_blocks for row in found)
+
+
+def _give_heads(styles: Mapping[str, Style]) -> list[StyleRow]:
+    """Return the rows of the styles of projections to key-value heads."""
+    return [STYLES[style] for pattern, style in styles.items() if gives_heads(pattern)]
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:

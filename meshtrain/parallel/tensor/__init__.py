@@ -5,7 +5,8 @@ Modules:
     behavior: finds out how a module with full parameters computes on a part of the heads.
     collectives: the collectives of tensor parallelism, with their gradients.
     context: where a module lies in the model, and what the classes that apply a style share.
-    derive: derives rules for a model from its own plan or from a family plan.
+    dataflow: derives rules from what a tiny copy of a model computes.
+    derive: chooses where the rules of a model come from, and completes them.
     draws: selects the random stream for each part of a decoder layer.
     experts: applies the styles of stacked experts.
     flow: follows the parts of the heads through one forward pass on the meta device.
@@ -16,6 +17,7 @@ Modules:
     requirements: what a module must be for a style.
     rules: resolves the rules of a plan for one model, and checks them.
     sequence: splits the hidden states along the sequence, and joins them.
+    shared_keys: applies the styles of keys and values that all heads share.
     style_row: the facts of one style.
     styles: the table of styles, and the classes that apply them.
 

@@ -25,8 +25,9 @@ from meshtrain.parallel.tensor.context import ModuleContext
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, Region, identity
 from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.shared_keys import share_rotary_key
 from meshtrain.parallel.tensor.style_row import StyleRow
-from meshtrain.parallel.tensor.styles import STYLES, share_rotary_key
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, is_split: bool) -> None:

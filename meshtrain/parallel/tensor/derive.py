@@ -212,7 +212,8 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
     for index, layer in enumerate(layers):
         for child, module in layer.named_children():
             styles |= dict(_blocks(f"{prefix}{index}.{child}", module, styles))
-    styles = _without_unentered(model, styles, plan, tp)
+    styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
+    styles = _corrected(model, styles, plan, tp)
     styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
     order = [name for name in rule_names(model) if name in styles]
     return {name: styles[name] for name in order}
@@ -234,8 +235,7 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
         )
     names = rule_names(model)
     found: dict[str, Style] = {}
-    partial = [name for name in flow.partial if styles.get(name) == "replicate"]
-    for style, owners in ((SUMMED, [*flow.on_parts, *partial]), (PER_HEAD, flow.per_head)):
+    for style, owners in ((SUMMED, flow.on_parts), (PER_HEAD, flow.per_head)):
         # The pass runs only one layer of each kind; patterns find the same modules in the others.
         for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
@@ -253,12 +253,21 @@ def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPla
     return follow_heads(model, unchecked_rules(model, rules), tp)
 
 
-def _without_unentered(
-    model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int
-) -> dict[str, Style]:
-    """Return the styles without blocks that have a projection of something else than their input."""
-    unentered = {as_pattern(name) for name in _follow(model, styles, plan, tp).unentered}
-    return {name: style for name, style in styles.items() if as_pattern(name) not in unentered}
+def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+    """Return the styles with what shows only when the blocks that share an input are known.
+
+    A block is none if a projection inside has another input. A module is summed if its results
+    meet the heads of one process (the norm of a key that all heads share).
+    """
+    flow = _follow(model, styles, plan, tp)
+    unentered, partial = ({as_pattern(name) for name in found} for found in (flow.unentered, flow.partial))
+    layers = find_layers(model)[0]
+    corrected: dict[str, Style] = {}
+    for name, style in styles.items():
+        is_full = style in ("replicate", "sequence_parallel") and name.startswith(f"{layers}.")
+        if as_pattern(name) not in unentered:
+            corrected[name] = SUMMED if is_full and as_pattern(name) in partial and not unentered else style
+    return corrected
 
 
 def _match_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:

@@ -26,7 +26,7 @@ from meshtrain.config.plan import Style
 from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.hooks import hooks_disabled
-from meshtrain.parallel.cut.meta import SHAPE_ONLY
+from meshtrain.parallel.cut.meta import SHAPE_ONLY, KnownLists, WithoutValues
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     find_layers,
@@ -193,7 +193,11 @@ class _Pass:
             # Meta tensors do not show the expert of a token: the shapes are those of all tokens
             # going to all experts.
             stack.enter_context(all_entries_nonzero())
-            self.model.eval()
+            stack.enter_context(KnownLists())
+            stack.enter_context(WithoutValues())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            # RWKV changes its weights for evaluation.
+            self.model.train()
             ids = probe_ids(next(self.model.parameters()).device)
             mask = probe_mask(ids.device, with_mask=with_mask)
             with self.parts:

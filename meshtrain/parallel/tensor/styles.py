@@ -5,34 +5,31 @@ needs its name in `meshtrain.config.plan.Style`, and here a row and a class that
 """
 
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.nn import become
 from meshtrain.config.plan import Style
 from meshtrain.parallel.tensor.collectives import (
-    copy_to_shards,
     gather_vocabulary,
     join_sequence,
     shard_width,
     split_features,
     split_sequence,
 )
-from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext, change_input, change_output
+from meshtrain.parallel.tensor.context import AppliedStyle, change_input, change_output
 from meshtrain.parallel.tensor.experts import ExpertParallel, Experts, LocalParams
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_own_heads
 from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.requirements import (
-    mla_rope_width,
     require_key_value_groups,
     require_lookup,
     require_projection,
     require_rotary_key,
     require_separate_experts,
 )
+from meshtrain.parallel.tensor.shared_keys import MlaKvAProj, SharedOutputs
 from meshtrain.parallel.tensor.style_row import StyleRow
 
 
@@ -174,43 +171,6 @@ class _EmbeddingRowwise(AppliedStyle):
         module.leave = self.region.leave  # type: ignore[assignment]
         module.first_row = self.region.group.rank() * width  # type: ignore[assignment]
         return module
-
-
-class _SharedOutputs(AppliedStyle):
-    """A projection stays full, and the shards of all processes use its outputs."""
-
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(partial(change_output, self._share))
-        return module
-
-    def _share(self, outputs: Tensor) -> Tensor:
-        return copy_to_shards(outputs, self.region.group)
-
-
-class _MlaKvAProj(AppliedStyle):
-    """A projection stays full whose last outputs are the rotary key that all heads share."""
-
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        share_rotary_key(module, self.context)
-        return module
-
-
-def share_rotary_key(module: nn.Module, context: ModuleContext) -> None:
-    """Sum the gradient of a module's last outputs, the rotary key, over the heads of all processes.
-
-    Args:
-        module: the projection, or its counterpart in an adapter.
-        context: of the projection.
-    """
-    width = mla_rope_width(context.config)
-    assert width is not None, "the plan is not checked"
-    tail: int = width
-
-    def copy_tail(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        latent, rope = output.split([output.shape[-1] - tail, tail], dim=-1)
-        return torch.cat([latent, copy_to_shards(rope, context.region.group)], dim=-1)
-
-    module.register_forward_hook(copy_tail)
 
 
 STYLES: dict[Style, StyleRow] = {
@@ -358,7 +318,7 @@ STYLES: dict[Style, StyleRow] = {
         kind="full sequence",
     ),
     "mla_kv_a_proj": StyleRow(
-        apply=_MlaKvAProj,
+        apply=MlaKvAProj,
         used_for="DeepSeek's latent attention",
         effect=(
             "The module is replicated. All heads share the rotary part of its output, so the gradient of "
@@ -372,7 +332,7 @@ STYLES: dict[Style, StyleRow] = {
         transformers=("mla_kv_a_proj",),
     ),
     "shared_outputs": StyleRow(
-        apply=_SharedOutputs,
+        apply=SharedOutputs,
         used_for="a key or value that all heads share",
         effect="The module is replicated. All heads use its outputs, so the gradient of these is summed.",
         kind="projection",

@@ -10,26 +10,35 @@ on the names that a class uses.
 """
 
 import copy
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import attention_implementation, build, set_attention_implementation, supports_sdpa
 from meshtrain.config.plan import Style
-from meshtrain.models.build import stock_class, stock_model
-from meshtrain.models.patterns import as_pattern
+from meshtrain.errors import ModelError
+from meshtrain.models.build import REFUSALS, refusal_reason, stock_class, stock_model
+from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
-from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes
+from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
-from meshtrain.parallel.tiny_copy import MAX_LAYERS, copy_with_all_kinds, layer_kinds, tiny_config
+from meshtrain.parallel.tensor.rules import rule_names
+from meshtrain.parallel.tiny_copy import (
+    MAX_LAYERS,
+    LayerKind,
+    copy_with_all_kinds,
+    kinds_of_layers,
+    layer_kinds,
+    tiny_config,
+)
 
 FEWEST_LAYERS = 4
 BATCH, LENGTH, NOISE = 2, 8, 0.05
@@ -57,34 +66,59 @@ def derive_rules(model: PreTrainedModel, tp: int) -> DerivedRules:
     """
     tiny = _tiny_model(model, tp)
     with float32_casts_lifted():
-        return _derive(tiny)
+        found = _derive(tiny)
+    return _for_model(model, found)
 
 
-def _derive(tiny: PreTrainedModel) -> DerivedRules:
-    """Return the rules of a model with values, in float64."""
+def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
+    """Return the rules for each kind of layer of a model with values, by name inside the layer."""
     stream = torch.Generator().manual_seed(1)
     vocabulary = tiny.config.get_text_config().vocab_size
     inputs = {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
     recording = record(copy.deepcopy(tiny), inputs)
     reached = {name: reach_of(recording, name) for name in recording.calls}
     cuts = [cut for cut in find_cuts(reached, returned_directly(recording)) if _has_rules(cut, tiny)]
-    rules = DerivedRules()
-    patterns = _patterns(cuts, recording.calls, find_layers(tiny)[0])
-    for same in _kinds(cuts, patterns):
+    places = _places(tiny, cuts, recording.calls)
+    rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
+    for same in _alike(cuts, places):
         attributes = local_attributes(tiny, inputs, recording, same)
         if attributes is not None and not any(_is_alone(pattern, same) for pattern, _ in attributes):
-            _add(rules, same[0], attributes, patterns, tiny.config.get_text_config())
+            kind = next(places[name].kind for name in same[0].columns)
+            _add(rules[kind], same[0], attributes, places, tiny)
     return rules
+
+
+def _for_model(model: PreTrainedModel, found: Mapping[LayerKind, DerivedRules]) -> DerivedRules:
+    """Return rules by pattern, from those of each kind of layer."""
+    layers, _ = find_layers(model)
+    kinds = kinds_of_layers(model)
+    inside = [[name for name in rule_names(model) if name.startswith(f"{layers}.{i}.")] for i in range(len(kinds))]
+    rules = DerivedRules()
+    for table in (it.name for it in fields(DerivedRules)):
+        in_kind = {kind: getattr(found[kind], table) if kind in found else {} for kind in kinds}
+        for pattern in dict.fromkeys(pattern for known in in_kind.values() for pattern in known):
+            of_layers = [in_kind[kind].get(pattern) for kind in kinds]
+            others = [index for index, rule in enumerate(of_layers) if rule != next(filter(None, of_layers))]
+            if not any(_matches(f"{layers}.*{pattern}", inside[index]) for index in others):
+                getattr(rules, table)[f"{layers}.*{pattern}"] = next(filter(None, of_layers))
+                continue
+            for index, rule in enumerate(of_layers):
+                if rule is not None:
+                    getattr(rules, table)[f"{layers}.{index}{pattern}"] = rule
+    return rules
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    regex = compile_pattern(pattern)
+    return any(regex.fullmatch(name) for name in names)
 
 
 def _tiny_model(model: PreTrainedModel, tp: int) -> PreTrainedModel:
     """Return a tiny copy of a model with random values, in float64 on the CPU."""
     kind = stock_class(model)
     make = partial(tiny_config, model.config, tp=tp)
-    numbers = range(FEWEST_LAYERS, MAX_LAYERS + 1)
-    _, config, _ = copy_with_all_kinds(
-        layer_kinds(model), numbers, make, lambda tiny: stock_model(kind, tiny, torch.float32)
-    )
+    numbers = range(min(FEWEST_LAYERS, model.config.get_text_config().num_hidden_layers), MAX_LAYERS + 1)
+    _, config, _ = copy_with_all_kinds(layer_kinds(model), numbers, make, partial(_on_meta, kind))
     implementation = attention_implementation(model.config)
     if implementation not in ("eager", "sdpa"):
         # The other implementations are kernels for one kind of device.
@@ -98,6 +132,15 @@ def _tiny_model(model: PreTrainedModel, tp: int) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, dtype=torch.float64)
             parameter.data = parameter.data.to(torch.float64) + NOISE * noise
     return built.train()
+
+
+def _on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        return stock_model(kind, config, torch.float32)
+    except REFUSALS as error:
+        raise ModelError(
+            f"transformers cannot build a tiny {config.model_type} model: {refusal_reason(error)}"
+        ) from error
 
 
 def _has_rules(cut: Cut, model: PreTrainedModel) -> bool:
@@ -133,61 +176,80 @@ def _is_local(name: str, dim: int | None, cut: Cut, model: PreTrainedModel) -> b
 
 def _is_alone(pattern: str, cuts: Sequence[Cut]) -> bool:
     """Return whether a pattern is for modules with parameters of their own for each block."""
-    owners = {name.rpartition(".")[0] for cut in cuts for name in cut.parameters}
-    return any(as_pattern(owner) == pattern and not _contains_projection(owner, cuts[0]) for owner in owners)
+    owners = ((name.rpartition(".")[0], cut) for cut in cuts for name in cut.parameters)
+    return any(as_pattern(owner) == pattern and not _contains_projection(owner, cut) for owner, cut in owners)
 
 
 def _contains_projection(owner: str, cut: Cut) -> bool:
     return any(name.startswith(f"{owner}.") for name in (*cut.columns, *cut.rows))
 
 
-def _kinds(cuts: Sequence[Cut], patterns: Mapping[str, str]) -> Iterator[list[Cut]]:
-    """Yield the cuts of each kind, if all projections that share a pattern are cut alike."""
-    kinds: dict[str, list[Cut]] = defaultdict(list)
-    treated: dict[str, set[str]] = defaultdict(set)
-    for cut in cuts:
-        kinds[kind := _kind(cut, patterns)].append(cut)
-        for name in (*cut.columns, *cut.rows):
-            treated[name].add(kind)
-    alike: dict[str, set[frozenset[str]]] = defaultdict(set)
-    for name, pattern in patterns.items():
-        alike[pattern].add(frozenset(treated[name]))
-    for same in kinds.values():
-        if all(len(alike[patterns[name]]) == 1 for cut in same for name in (*cut.columns, *cut.rows)):
-            yield same
+@dataclass(frozen=True)
+class _Place:
+    """Where a module or parameter of a layer is.
 
-
-def _kind(cut: Cut, patterns: Mapping[str, str]) -> str:
-    columns = sorted({f"{patterns[name]} {parts}" for name, parts in cut.columns.items()})
-    return str((columns, sorted({patterns[name] for name in cut.rows})))
-
-
-def _patterns(cuts: Sequence[Cut], projections: Iterable[str], layers: str) -> dict[str, str]:
-    """Return projection -> pattern.
-
-    Numbers after the layer's are replaced too, as those of experts, unless projections that differ
-    in them have different parts in a cut, as those of an `nn.Sequential`.
+    Attributes:
+        kind: of the layer.
+        pattern: of its name inside the layer, with a dot in front; empty for the layer itself.
     """
+
+    kind: LayerKind
+    pattern: str
+
+
+def _places(tiny: PreTrainedModel, cuts: Sequence[Cut], projections: Iterable[str]) -> dict[str, _Place]:
+    """Return name -> place, for everything inside the layers.
+
+    Numbers are replaced in the patterns, as those of experts, unless projections that differ in
+    them have different parts in a cut, as those of an `nn.Sequential`.
+    """
+    layers, _ = find_layers(tiny)
+    kinds = kinds_of_layers(tiny)
     parts: dict[str, set[str]] = defaultdict(set)
     for cut in cuts:
         for name in (*cut.columns, *cut.rows):
             parts[as_pattern(name)].add(str(cut.columns.get(name)))
-    regex = re.compile(rf"({re.escape(layers)}\.)\d+")
-    return {
-        name: as_pattern(name) if len(parts[as_pattern(name)]) < 2 else regex.sub(r"\1*", name) for name in projections
-    }
+    places = {}
+    for name in (f"{layers}.{inside}" for inside in _names(tiny.get_submodule(layers))):
+        index, _, inner = name.removeprefix(f"{layers}.").partition(".")
+        replaced = as_pattern(f".{inner}") if len(parts[as_pattern(name)]) < 2 else f".{inner}"
+        places[name] = _Place(kinds[int(index)], replaced if inner else "")
+    return places
+
+
+def _names(layers: nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in layers.named_modules() if name)
+    yield from (name for name, _ in layers.named_parameters())
+
+
+def _alike(cuts: Sequence[Cut], places: Mapping[str, _Place]) -> Iterator[list[Cut]]:
+    """Yield the cuts that are alike, if all projections in the same place are cut so."""
+    groups: dict[str, list[Cut]] = defaultdict(list)
+    treated: dict[str, set[str]] = defaultdict(set)
+    for cut in cuts:
+        columns = sorted({f"{places[name]} {parts}" for name, parts in cut.columns.items()})
+        group = str((columns, sorted({str(places[name]) for name in cut.rows})))
+        groups[group].append(cut)
+        for name in (*cut.columns, *cut.rows):
+            treated[name].add(group)
+    in_place: dict[_Place, set[frozenset[str]]] = defaultdict(set)
+    for name, place in places.items():
+        in_place[place].add(frozenset(treated[name]))
+    for same in groups.values():
+        if all(len(in_place[places[name]]) == 1 for cut in same for name in (*cut.columns, *cut.rows)):
+            yield same
 
 
 def _add(
     rules: DerivedRules,
     cut: Cut,
     attributes: Sequence[Attribute],
-    patterns: Mapping[str, str],
-    config: PretrainedConfig,
+    places: Mapping[str, _Place],
+    tiny: PreTrainedModel,
 ) -> None:
-    """Add the rules of one kind of cut."""
+    """Add the rules of cuts that are alike, by pattern inside the layer."""
     for name, parts in cut.columns.items():
-        column, pattern = _column(parts, config), patterns[name]
+        column, pattern = _column(parts, tiny.config.get_text_config()), places[name].pattern
         assert column is not None, "a cut without rules"
         style, count = column
         if count == 1:
@@ -195,12 +257,14 @@ def _add(
         else:
             rules.fused[pattern] = [*PARTS[:count]]
             rules.styles |= {f"{pattern}.{part}": style for part in PARTS[:count]}
-    rules.styles |= {patterns[name]: "rowwise" for name in cut.rows}
+    rules.styles |= {places[name].pattern: "rowwise" for name in cut.rows}
     for name in cut.parameters:
         owner = name.rpartition(".")[0]
         if _contains_projection(owner, cut):
-            rules.styles |= {as_pattern(owner): "local_params", as_pattern(name): "colwise"}
+            rules.styles |= {places[owner].pattern: "local_params", places[name].pattern: "colwise"}
         else:
-            rules.styles[as_pattern(owner)] = "per_head"
+            rules.styles[places[owner].pattern] = "per_head"
+    around = [*modules_around(cut)]
     for pattern, attribute in attributes:
-        rules.local_attributes.setdefault(pattern, []).append(attribute)
+        owner = next(name for name in around if as_pattern(name) == pattern)
+        rules.local_attributes.setdefault(places[owner].pattern, []).append(attribute)

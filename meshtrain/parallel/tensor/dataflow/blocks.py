@@ -4,6 +4,7 @@ A cut is one or more projections whose inputs fall into blocks (rows), and the p
 them whose outputs fall into the same blocks (columns).
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,28 +177,24 @@ def _labels(hit: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _parts(labels: Tensor, blocks: int) -> tuple[Part, ...] | None:
-    """Return the parts of a projection's outputs; None if they are not in the order of the blocks."""
-    parts, start, before = [], 0, None
-    bounds = []
-    for index, label in enumerate(labels.tolist()):
-        if label == UNUSED:
-            continue
-        if (before is not None and (label < before or (label in KINDS) != (before in KINDS))) or (
-            before in KINDS and label != before
-        ):
-            bounds.append(index)
-        before = label
-    for end in (*bounds, len(labels)):
-        part = labels[start:end]
+    """Return the parts of a projection's outputs; None if a part has not all blocks in order."""
+    parts = []
+    for part in labels.tensor_split(_bounds(labels)):
         kind = next((KINDS[label] for label in part.tolist() if label in KINDS), None)
-        if kind is not None:
-            parts.append(Part(end - start, kind))
-        elif _is_even(part, blocks):
-            parts.append(Part(end - start, "cut"))
-        else:
+        if kind is None and not _is_even(part, blocks):
             return None
-        start = end
+        parts.append(Part(len(part), kind or "cut"))
     return tuple(parts)
+
+
+def _bounds(labels: Tensor) -> list[int]:
+    """Return where a new part begins: the blocks begin again, or the kind is another."""
+    used = [(index, label) for index, label in enumerate(labels.tolist()) if label != UNUSED]
+    return [
+        index
+        for (_, before), (index, label) in itertools.pairwise(used)
+        if label < before or (label != before and (label in KINDS or before in KINDS))
+    ]
 
 
 def _parameters(

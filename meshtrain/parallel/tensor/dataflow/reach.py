@@ -41,7 +41,8 @@ class Recording:
     Attributes:
         calls: name of a projection -> its calls, in the order of the first call.
         hidden: hidden states that layers received, as leaves.
-        results: hidden states that the layers received, and what the model returned, with their graphs.
+        results: hidden states that the layers received, and what the model returned, with their
+            graphs.
         parameters: of all modules that are no projections.
     """
 
@@ -69,7 +70,11 @@ def record(model: PreTrainedModel, inputs: dict[str, Any]) -> Recording:
         output = model(**inputs, use_cache=False)
     recording.results += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     own = {id(parameter) for module in projections.values() for parameter in module.parameters()}
-    recording.parameters = {name: p for name, p in model.named_parameters() if id(p) not in own}
+    recording.parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in own and parameter.requires_grad
+    }
     return recording
 
 
@@ -103,7 +108,7 @@ def _run_layer(recording: Recording, forward: Callable[..., Any], *args: Any, **
     return forward(arrived, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": arrived})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reach:
     """What reaches the inputs of one projection.
 
@@ -111,58 +116,66 @@ class Reach:
         inputs: number of input features.
         outputs: projection before -> (its outputs, inputs) bool: which reach which.
         parameters: parameter -> for each dimension (size, inputs) bool.
-        from_hidden: whether hidden states of a layer reach it without a projection between.
+        from_hidden: whether hidden states of a layer reach it without a projection between. The
+            inputs are then full, and nothing else is recorded.
     """
 
     inputs: int
-    outputs: dict[str, Tensor]
-    parameters: dict[str, list[Tensor]]
-    from_hidden: bool
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, list[Tensor]] = field(default_factory=dict)
+    from_hidden: bool = False
 
 
 def reach_of(recording: Recording, name: str) -> Reach:
     """Return what reaches the inputs of a projection, feature by feature."""
     calls = recording.calls[name]
-    received = [call.received for call in calls if call.received.requires_grad]
     width = calls[0].received.shape[-1]
-    if not received:
-        return Reach(width, {}, {}, False)
-    from_hidden = any(g is not None for g in _gradients(received, recording.hidden, None))
-    if from_hidden:
-        return Reach(width, {}, {}, True)
-    sources = [(source, call.returned) for source, calls in recording.calls.items() for call in calls]
-    leaves = [returned for _, returned in sources]
-    found = _gradients(received, leaves, None)
-    sources = [source for source, gradient in zip(sources, found, strict=True) if gradient is not None]
-    named = [(p, value) for p, value in recording.parameters.items() if value.requires_grad]
-    found = _gradients(received, [value for _, value in named], None)
-    named = [pair for pair, gradient in zip(named, found, strict=True) if gradient is not None]
-    outputs: dict[str, list[Tensor]] = {}
-    parameters: dict[str, list[list[Tensor]]] = {p: [[] for _ in value.shape] for p, value in named}
+    received = [call.received for call in calls if call.received.requires_grad]
+    if any(gradient is not None for gradient in _gradients(received, recording.hidden)):
+        return Reach(inputs=width, from_hidden=True)
+    returned = [(source, call.returned) for source, calls in recording.calls.items() for call in calls]
+    sources = _that_reach(received, returned)
+    parameters = _that_reach(received, [*recording.parameters.items()])
+    hits = _Hits(width)
     for feature in range(width):
-        gradients = _gradients(received, [*(r for _, r in sources), *(v for _, v in named)], feature)
-        per_source: dict[str, Tensor] = {}
-        for (source, returned), gradient in zip(sources, gradients[: len(sources)], strict=True):
-            per_source[source] = per_source.get(source, False) | _hit(gradient, returned.shape[-1])
-        for source, hit in per_source.items():
-            outputs.setdefault(source, []).append(hit)
-        for (p, value), gradient in zip(named, gradients[len(sources) :], strict=True):
-            for dim, hits in enumerate(parameters[p]):
-                hits.append(_hit(gradient, value.shape[dim], dim))
+        gradients = _gradients(received, [tensor for _, tensor in (*sources, *parameters)], feature)
+        for (source, tensor), gradient in zip(sources, gradients[: len(sources)], strict=True):
+            hits.add(source, tensor, -1, feature, gradient)
+        for (parameter, tensor), gradient in zip(parameters, gradients[len(sources) :], strict=True):
+            for dim in range(tensor.dim()):
+                hits.add(parameter, tensor, dim, feature, gradient)
     return Reach(
-        width,
-        {source: torch.stack(hits, -1) for source, hits in outputs.items()},
-        {p: [torch.stack(hits, -1) for hits in dims] for p, dims in parameters.items()},
-        False,
+        inputs=width,
+        outputs={source: hits.of[source, -1] for source, _ in sources},
+        parameters={p: [hits.of[p, dim] for dim in range(tensor.dim())] for p, tensor in parameters},
     )
 
 
+class _Hits:
+    """(name of a tensor, dimension) -> (size, inputs) bool: which indices reach which inputs."""
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs = inputs
+        self.of: dict[tuple[str, int], Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor, dim: int, feature: int, gradient: Tensor | None) -> None:
+        """Add what a gradient of one input feature shows."""
+        size = tensor.shape[dim]
+        hits = self.of.setdefault((name, dim), torch.zeros(size, self.inputs, dtype=torch.bool))
+        hits[:, feature] |= _hit(gradient, size, dim)
+
+
+def _that_reach(received: Sequence[Tensor], named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    gradients = _gradients(received, [tensor for _, tensor in named])
+    return [pair for pair, gradient in zip(named, gradients, strict=True) if gradient is not None]
+
+
 def returned_directly(recording: Recording) -> dict[str, Tensor]:
-    """Return projection -> (outputs) bool: the features that reach a result without a projection."""
-    sources = [(source, call.returned) for source, calls in recording.calls.items() for call in calls]
-    found = _gradients(recording.results, [returned for _, returned in sources], None)
+    """Return projection -> (outputs) bool: features that reach a result without a projection."""
+    named = [(source, call.returned) for source, calls in recording.calls.items() for call in calls]
+    gradients = _gradients(recording.results, [returned for _, returned in named])
     reached: dict[str, Tensor] = {}
-    for (source, returned), gradient in zip(sources, found, strict=True):
+    for (source, returned), gradient in zip(named, gradients, strict=True):
         reached[source] = reached.get(source, False) | _hit(gradient, returned.shape[-1])
     return reached
 
@@ -174,17 +187,20 @@ def _hit(gradient: Tensor | None, size: int, dim: int = -1) -> Tensor:
     return (gradient != 0).movedim(dim, 0).reshape(size, -1).any(1)
 
 
-def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], feature: int | None) -> Sequence[Tensor | None]:
-    """Return the gradients of a random sum over the results, or over one of their features."""
-    if not leaves:
-        return ()
+def _gradients(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], feature: int | None = None
+) -> Sequence[Tensor | None]:
+    """Return the gradients of a random sum over the results, or over one of their features.
+
+    None stands for a gradient that is 0 everywhere.
+    """
     stream = torch.Generator().manual_seed(0)
     total = torch.zeros((), dtype=torch.float64)
     for result in results:
         part = result if feature is None else result[..., feature]
         if part.is_floating_point():
             total = total + (part * torch.randn(part.shape, generator=stream, dtype=torch.float64)).sum()
-    if not total.requires_grad:
+    if not total.requires_grad or not leaves:
         return [None] * len(leaves)
     gradients = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
     return [None if gradient is None or not gradient.any() else gradient for gradient in gradients]

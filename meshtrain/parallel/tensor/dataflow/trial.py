@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.nn import become, parameter_table, set_forward
 from meshtrain.compat.transformers import note_reads
-from meshtrain.models.patterns import as_pattern, compile_pattern
+from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part
 from meshtrain.parallel.tensor.dataflow.reach import Call, Recording
@@ -59,7 +59,7 @@ def local_attributes(
 def _candidates(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequence[Cut]) -> list[Attribute]:
     """Return the whole numbers that the modules around a cut read, and that its blocks divide."""
     noting = copy.deepcopy(model)
-    around = {name for cut in cuts for name in _around(cut)}
+    around = {name for cut in cuts for name in modules_around(cut)}
     read: dict[Attribute, None] = {}
     for name in sorted(around):
         module: Any = noting.get_submodule(name)
@@ -73,7 +73,7 @@ def _candidates(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequenc
     return [*read]
 
 
-def _around(cut: Cut) -> Iterator[str]:
+def modules_around(cut: Cut) -> Iterator[str]:
     """Yield the modules that contain the projections or parameters of a cut, and single layers."""
     inside = [*cut.columns, *cut.rows]
     for name in (*inside, *cut.parameters):
@@ -111,11 +111,10 @@ def _holds(
 ) -> bool:
     copied = copy.deepcopy(model)
     modules = dict(copied.named_modules())
-    for pattern, attribute in attributes:
-        regex = compile_pattern(pattern)
-        for name, module in modules.items():
-            if regex.fullmatch(name):
-                _halve(module, attribute)
+    around = {name for cut in cuts for name in modules_around(cut)}
+    for name, (pattern, attribute) in itertools.product(sorted(around), attributes):
+        if as_pattern(name) == pattern:
+            _halve(modules[name], attribute)
     for cut in cuts:
         for name, parts in cut.columns.items():
             module = modules[name]
