@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.activations import XIELUActivation
 
-from meshtrain.models import initialize
+from meshtrain.models import tiles
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.fused import FusedParameter, join_parts
 from meshtrain.models.initialize import initialize_weights, materialize
@@ -51,7 +51,7 @@ class Weights:
 
 def use_small_tiles() -> None:
     """Split the tensors of tiny models into many tiles, with other borders than the shards."""
-    initialize.TILE_ROWS, initialize.TILE_COLUMNS = 10, 14
+    tiles.TILE_ROWS, tiles.TILE_COLUMNS = 10, 14
 
 
 def initial_weights(case: Case, seed: int) -> Weights:
@@ -194,7 +194,7 @@ def fill_sharded_tensors() -> list[bool]:
 
 
 def fill(tensor: Tensor) -> None:
-    initialize.fill_tiles(tensor, lambda tile, stream: nn.init.normal_(tile, generator=stream), key="a")
+    tiles.fill_tiles(tensor, lambda tile, stream: nn.init.normal_(tile, generator=stream), key="a")
 
 
 def test_any_shard_of_any_dimension_is_part_of_the_full_tensor() -> None:
