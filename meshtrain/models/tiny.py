@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -181,13 +181,9 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
     tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads).items()}
     tiny |= _small_parts(config)
-    computed = _computed(config)
-    known = {*sizes, *KEY_VALUE_HEADS}
-    tiny = {
-        name: value
-        for name, value in tiny.items()
-        if name not in computed or name in known or value != values[name] or _is_per_layer(value, num_layers)
-    }
+    unchanged = {name for name, value in tiny.items() if value == values.get(name)}
+    for name in _computed(config, values, unchanged - {*sizes, *KEY_VALUE_HEADS}):
+        del tiny[name]
     if isinstance(values.get("per_layer_config"), dict):
         tiny["per_layer_config"] = _small_overrides(values, tiny, kept)
     if values.get("vocab_size", 0) % tp:
@@ -198,17 +194,23 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
     return tiny | {name: token for name, token in TOKENS.items() if values.get(name) is not None}
 
 
-def _is_per_layer(value: Any, num_layers: int) -> bool:
-    return isinstance(value, list) and len(value) == num_layers
-
-
-def _computed(config: PretrainedConfig) -> set[str]:
-    """Return the names of the values that the class of a configuration computes from others."""
+def _computed(config: PretrainedConfig, values: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Return those names whose values the class of a configuration computes from the others."""
     kind = type(config)
     if "__dataclass_fields__" not in vars(kind):
         return set()
     given = {field.name for field in dataclasses.fields(kind) if field.default is not None}
-    return {name for name, value in kind().to_dict().items() if name not in given and isinstance(value, (int, list))}
+    possible = {
+        name
+        for name in names
+        if name not in given and isinstance(values[name], (int, list)) and not isinstance(values[name], bool)
+    }
+    try:
+        again = kind(**{name: value for name, value in values.items() if name not in possible}).to_dict()
+    except REFUSALS:
+        # The class needs these values, so it does not compute them.
+        return set()
+    return {name for name in possible if again.get(name) == values[name]}
 
 
 def _small_rope(config: Any, short: int) -> dict[str, Any]:
