@@ -264,7 +264,7 @@ def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tensor
     layers = find_layers(model)[0]
     corrected: dict[str, Style] = {}
     for name, style in styles.items():
-        is_full = style in ("replicate", "sequence_parallel") and name.startswith(f"{layers}.")
+        is_full = style in ("replicate", "sequence_parallel", "whole_sequence") and name.startswith(f"{layers}.")
         if as_pattern(name) not in unentered:
             corrected[name] = SUMMED if is_full and as_pattern(name) in partial and not unentered else style
     return corrected

@@ -10,6 +10,7 @@ on the names that a class uses.
 """
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -83,8 +84,7 @@ def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
     for same in _alike(cuts, places):
         attributes = local_attributes(tiny, inputs, recording, same)
         if attributes is not None and not any(_is_alone(pattern, same) for pattern, _ in attributes):
-            kind = next(places[name].kind for name in same[0].columns)
-            _add(rules[kind], same[0], attributes, places, tiny)
+            _add(rules, same[0], attributes, places, tiny)
     return rules
 
 
@@ -241,30 +241,41 @@ def _alike(cuts: Sequence[Cut], places: Mapping[str, _Place]) -> Iterator[list[C
 
 
 def _add(
-    rules: DerivedRules,
+    rules: Mapping[LayerKind, DerivedRules],
     cut: Cut,
     attributes: Sequence[Attribute],
     places: Mapping[str, _Place],
     tiny: PreTrainedModel,
 ) -> None:
-    """Add the rules of cuts that are alike, by pattern inside the layer."""
+    """Add the rules of cuts that are alike, by pattern inside the layer.
+
+    A cut may span layers of several kinds, if a layer reuses keys and values of another.
+    """
+
+    def give(name: str, style: Style, suffix: str = "") -> None:
+        rules[places[name].kind].styles[f"{places[name].pattern}{suffix}"] = style
+
     for name, parts in cut.columns.items():
-        column, pattern = _column(parts, tiny.config.get_text_config()), places[name].pattern
+        column, place = _column(parts, tiny.config.get_text_config()), places[name]
         assert column is not None, "a cut without rules"
         style, count = column
         if count == 1:
-            rules.styles[pattern] = style
-        else:
-            rules.fused[pattern] = [*PARTS[:count]]
-            rules.styles |= {f"{pattern}.{part}": style for part in PARTS[:count]}
-    rules.styles |= {places[name].pattern: "rowwise" for name in cut.rows}
+            give(name, style)
+            continue
+        rules[place.kind].fused[place.pattern] = [*PARTS[:count]]
+        for part in PARTS[:count]:
+            give(name, style, f".{part}")
+    for name in cut.rows:
+        give(name, "rowwise")
     for name in cut.parameters:
         owner = name.rpartition(".")[0]
         if _contains_projection(owner, cut):
-            rules.styles |= {places[owner].pattern: "local_params", places[name].pattern: "colwise"}
+            give(owner, "local_params")
+            give(name, "colwise")
         else:
-            rules.styles[places[owner].pattern] = "per_head"
-    around = [*modules_around(cut)]
-    for pattern, attribute in attributes:
-        owner = next(name for name in around if as_pattern(name) == pattern)
-        rules.local_attributes.setdefault(places[owner].pattern, []).append(attribute)
+            give(owner, "per_head")
+    around = dict.fromkeys(places[name] for name in sorted(modules_around(cut)))
+    for (pattern, attribute), place in itertools.product(attributes, around):
+        if pattern.endswith(f"*{place.pattern}"):
+            found = rules[place.kind].local_attributes.setdefault(place.pattern, [])
+            found += [attribute] if attribute not in found else []
