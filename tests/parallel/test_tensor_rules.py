@@ -120,16 +120,19 @@ TOGETHER = [
     Family("opt", {}, {"loss_parallel": False}),
 ]
 GEMMA3N = {"num_kv_shared_layers": 0}
-# Types whose stream cannot be split by sequence and whose transformers plan is not used. (A
-# gemma3n, which holds a gemma3n_text, needs a library for images.)
+COMBINED = "its layers combine a part of the sequence with the full sequence (RuntimeError: "
+# Types whose hidden states between layers cannot be split by sequence. (A gemma3n, which holds a
+# gemma3n_text, needs a library for images.)
 NO_SEQUENCE_PARALLEL = [
-    (Family("opt", {}, PARTS), "its layers flatten batch and sequence"),
-    (Family("gemma3n_text", GEMMA3N, PARTS), "its hidden states have several copies in front of the batch"),
-    (Family("gemma4", {}, PARTS), "its layers get an input of their own for every position"),
-    (Family("gemma4_text", {}, PARTS), "its layers get an input of their own for every position"),
-    (Family("deepseek_v4", {}, PARTS), "its hidden states have several copies of every position"),
-    (Family("hy_v4", {}, PARTS), "its hidden states have several copies of every position"),
-    (Family("qwen4_exp_text", {}, PARTS), "its hidden states have several copies of every position"),
+    (Family("opt", {}, PARTS), "model.decoder.layers.*.fc1 has (batch * seq / tp, 32) instead of "),
+    (Family("gemma3n_text", GEMMA3N, PARTS), "model.layers.* has (4, batch, seq, 32) instead of (batch, seq, hidden)"),
+    (Family("gemma4", {}, PARTS), COMBINED),
+    (Family("gemma4_text", {}, PARTS), COMBINED),
+    (
+        Family("deepseek_v4", {}, PARTS),
+        "model.layers.*.self_attn has (batch, seq, 32) instead of (batch, seq / tp, hidden)",
+    ),
+    (Family("qwen4_exp_text", {}, PARTS), COMBINED),
 ]
 # The plan of transformers for these does not run, or changes what the model computes.
 UNUSABLE = [
@@ -249,14 +252,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "
             "leave out the experts of other processes; make it 'moe_tp_experts'",
         ),
-        *(
-            (
-                family,
-                2,
-                f"tensor.sequence_parallel: not for a {family.model_type}: {reason}; set it to false",
-            )
-            for family, reason in NO_SEQUENCE_PARALLEL
-        ),
     ],
 )
 def test_unsupported_tensor_parallelism_is_refused(family: Family, tp: int, message: str) -> None:
@@ -265,15 +260,32 @@ def test_unsupported_tensor_parallelism_is_refused(family: Family, tp: int, mess
     assert message in caught.value.lines
 
 
-def test_unknown_style_of_transformers_is_refused() -> None:
-    model = build_meta_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
-    model._tp_plan["model.layers.*.mlp.up_proj"] = "all_reduce"
+@pytest.mark.parametrize(("family", "reason"), NO_SEQUENCE_PARALLEL)
+def test_a_stream_that_cannot_be_split_is_refused(family: Family, reason: str) -> None:
     with pytest.raises(PlanError) as caught:
-        with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model)
-    assert caught.value.lines == (
-        "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.up_proj, which has no meaning "
-        "here; write the rules, or set mesh.tp = 1",
-    )
+        resolve_family(family, (1, 1, 1, 2))
+    (line,) = caught.value.lines
+    assert line.startswith(f"tensor.sequence_parallel: not for a {family.model_type}: {reason}"), line
+    assert line.endswith("; set it to false")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "word", "reason"),
+    [
+        ("mlp.up_proj", "all_reduce", "its 'all_reduce' for model.layers.*.mlp.up_proj has no meaning here"),
+        ("mlp.up_proj", "rowwise", "two processes would not compute model.layers.0.mlp.up_proj as one does"),
+        ("self_attn.k_proj", "replicate", "two processes would not compute CohereForCausalLM"),
+    ],
+)
+def test_a_wrong_plan_of_transformers_is_a_note(
+    capsys: pytest.CaptureFixture[str], pattern: str, word: str, reason: str
+) -> None:
+    model = build_meta_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
+    right = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model).tensor
+    model._tp_plan[f"model.layers.*.{pattern}"] = word
+    found = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model).tensor
+    assert f"The tensor parallel plan of transformers for a cohere is not used: {reason}" in capsys.readouterr().out
+    assert found.styles == right.styles
 
 
 def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:

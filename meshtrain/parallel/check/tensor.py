@@ -29,6 +29,7 @@ from meshtrain.parallel.tensor.rules import (
     resolve_rules,
     sharded_dims,
 )
+from meshtrain.parallel.tensor.split_flow import why_not_split
 from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
 
@@ -71,7 +72,7 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
             ]
             yield from problems
             if not heads and not problems:
-                yield from _check_flow(unfused, rules, plan.mesh.tp)
+                yield from _check_flow(unfused, rules, plan)
     except UserError as error:
         yield from error.problems
 
@@ -193,19 +194,25 @@ def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Modul
                 )
 
 
-def _check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems:
+def _check_flow(model: PreTrainedModel, rules: TensorRules, plan: ParallelPlan) -> Problems:
     """Yield what the layers would compute wrongly, or not at all, on one process of `tp`.
 
     Args:
         model: on the meta device, unfused.
         rules: that the modules of the model can follow, with heads and widths that tp divides.
-        tp: number of processes that share a layer.
+        plan: with its mesh resolved.
     """
-    flow = follow_heads(model, rules, tp)
+    flow = follow_heads(model, rules, plan.mesh.tp)
     if not flow.ran:
         # Only rules of the user can get here: rules are never derived from layers that do not run.
         return
-    yield from dict.fromkeys(_of_modules(flow, rules)) or _of_layers(flow, type(model).__name__)
+    found = [*dict.fromkeys(_of_modules(flow, rules))] or [*_of_layers(flow, type(model).__name__)]
+    yield from found
+    if plan.tensor.sequence_parallel and not found:
+        reason = why_not_split(model, rules, plan.mesh.tp)
+        if reason is not None:
+            what = f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}"
+            yield Problem(what, "set it to false")
 
 
 def _of_modules(flow: Flow, rules: TensorRules) -> Problems:

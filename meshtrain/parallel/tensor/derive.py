@@ -14,22 +14,26 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain import console
 from meshtrain.compat.transformers import tensor_plan
 from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
-from meshtrain.errors import ModelError, PlanError
+from meshtrain.errors import ModelError, PlanError, UserError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.dataflow import derive_rules
+from meshtrain.parallel.tensor.dataflow import derive_rules, where_rules_fail
+from meshtrain.parallel.tensor.dataflow.halves import WAYS
 from meshtrain.parallel.tensor.flow import Flow, follow_heads
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
+    TensorRules,
     blocks_of,
     gives_heads,
     is_module,
+    match_rules,
     name_of,
     rule_names,
     unchecked_rules,
@@ -38,26 +42,10 @@ from meshtrain.parallel.tensor.styles import STYLES
 
 # Style name of transformers -> our style.
 FROM_TRANSFORMERS = {theirs: ours for ours, row in STYLES.items() for theirs in row.transformers}
+# Names of transformers for projections and experts that hold several parts.
+PACKED = ("packed_colwise", "packed_rowwise")
 SUMMED: Style = "replicated_with_grad_allreduce"
 PER_HEAD: Style = "per_head"
-# Model types whose hidden states between layers cannot be split along the sequence, and why.
-NO_SEQUENCE_PARALLEL = {
-    "opt": "its layers flatten batch and sequence",
-    "gemma3n_text": "its hidden states have several copies in front of the batch",
-    "gemma3n": "its hidden states have several copies in front of the batch",
-    "gemma4": "its layers get an input of their own for every position",
-    "gemma4_text": "its layers get an input of their own for every position",
-    "deepseek_v4": "its hidden states have several copies of every position",
-    "hy_v4": "its hidden states have several copies of every position",
-    "qwen4_exp": "its hidden states have several copies of every position",
-    "qwen4_exp_text": "its hidden states have several copies of every position",
-}
-# Model types whose plan in transformers does not run, or changes what the model computes, and why.
-UNUSABLE = {
-    "doge": "it cuts the key-value heads and leaves the decay of each of them whole",
-    "longcat_flash": "its experts that do nothing have no place on several processes",
-    "inkling2_text": "it cuts gate and up of the experts as if they were one, so that each process would mix them",
-}
 
 
 @dataclass
@@ -83,17 +71,10 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         fused, so that the parameters of a model are the same on every mesh.
 
     Raises:
-        PlanError: if there is nothing to derive rules from, or the model's plan has style names
-            without a meaning here.
+        PlanError: if there is nothing to derive rules from.
     """
     if plan.tensor.styles and not plan.tensor.auto:
         return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
-    if (
-        plan.mesh.tp > 1
-        and plan.tensor.sequence_parallel
-        and (reason := NO_SEQUENCE_PARALLEL.get(model.config.model_type))
-    ):
-        raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}", "set it to false")
     source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
@@ -132,9 +113,13 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
         return _own_rules(family.tensor)
     words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
     ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
-    if not words.keys() - ends or _why_unusable(model):
+    if not words.keys() - ends:
         return _from_values(model, tp)
-    return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
+    words = {pattern: word for pattern, word in words.items() if pattern not in ends}
+    if (problem := _problem_of(words, model, plan)) is None:
+        return _translate(words, plan.tensor.experts)
+    console.line(f"The tensor parallel plan of transformers for a {model.config.model_type} is not used: {problem}")
+    return _from_values(model, tp)
 
 
 def _from_values(model: PreTrainedModel, tp: int) -> _Source:
@@ -153,21 +138,41 @@ def _from_values(model: PreTrainedModel, tp: int) -> _Source:
     return _Source(derived.styles, derived.fused, derived.local_attributes)
 
 
-def _why_unusable(model: PreTrainedModel) -> str | None:
-    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
-        return (
-            "its MLP keeps what is large among the whole width (activation_sparsity_pattern), of which each process "
-            "would see a part"
-        )
-    return UNUSABLE.get(model.config.model_type)
+def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: ParallelPlan) -> str | None:
+    """Return why a plan of transformers cannot be used, None if it can.
+
+    Args:
+        words: pattern -> name of a style in transformers.
+        model: stock, on the meta device.
+        plan: with its mesh resolved.
+    """
+    for pattern, word in words.items():
+        if word not in (*FROM_TRANSFORMERS, *PACKED):
+            return f"its {word!r} for {pattern} has no meaning here"
+    source = _translate(words, "tensor")
+
+    def rules_of(tiny: PreTrainedModel) -> TensorRules:
+        known = plan.tensor.model_copy(update={"experts": "tensor"})
+        styles = _styles_of_shared_heads(_complete(tiny, source.styles, known, WAYS), tiny, WAYS)
+        return unchecked_rules(tiny, match_rules(tiny, known.model_copy(update={"styles": styles})))
+
+    names = rule_names(model)
+    fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
+    try:
+        module = where_rules_fail(model, plan.mesh.tp, fused, rules_of)
+    except UserError:
+        # There is no tiny copy, or its layers do not run without values. So nothing shows that the
+        # plan is wrong, and over tp the proof before a run, or `_complete`, refuses the model.
+        return None
+    return None if module is None else f"two processes would not compute {module} as one does"
 
 
-def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
+def _translate(words: Mapping[str, str], experts: str) -> _Source:
     """Return our rules for a plan of transformers: pattern -> style name."""
     source = _Source()
     # The last dimension of these experts holds their parts and is not cut, so they stay full.
     last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
-    full = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
+    full = {pattern.rpartition(".")[0] for pattern in last} if experts == "tensor" else set()
     for pattern, word in words.items():
         owner, _, kind = pattern.rpartition(".")
         if pattern in last or full & {pattern, owner}:
@@ -177,13 +182,8 @@ def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
             source.fused[pattern] = [*parts]
             # Stacked experts stay one parameter; a projection becomes one projection for each part.
             source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
-        elif (style := FROM_TRANSFORMERS.get(word)) is not None:
-            source.styles[pattern] = style
-        elif plan.mesh.tp > 1:
-            raise PlanError(
-                f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here",
-                "write the rules, or set mesh.tp = 1",
-            )
+        else:
+            source.styles[pattern] = FROM_TRANSFORMERS[word]
     return source
 
 

@@ -3,9 +3,10 @@
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.compat.nn import become
+from meshtrain.compat.nn import become, shallow_copy_with
 from meshtrain.parallel.cut.probe import MISFITS
 
 
@@ -39,6 +40,27 @@ def looks_up_rows(module: nn.Embedding) -> bool:
         return False
     same_shape = isinstance(output, Tensor) and output.shape == (*ids.shape, module.weight.shape[1])
     return same_shape and len(probe.asked) == 1 and probe.asked[0] is ids
+
+
+def projects_as_linear(module: nn.Linear) -> bool:
+    """Return whether a subclass of Linear computes the same product, perhaps in another form.
+
+    Such a class works with a sharded weight. One that does more (adapters, quantization) does not.
+    """
+    if type(module) is nn.Linear:
+        return True
+    stream = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=stream) for shape in ((2, 3, 4), (5, 4), (5,)))
+    of_probe = {"weight": nn.Parameter(weight), "bias": None if module.bias is None else nn.Parameter(bias)}
+    probe = shallow_copy_with(module, of_probe)
+    try:
+        with torch.no_grad():
+            # This calls `forward` only, because hooks of the module expect its own shapes.
+            output = type(probe).forward(probe, x)
+    except MISFITS:
+        return False
+    wanted = F.linear(x, weight, of_probe["bias"])
+    return isinstance(output, Tensor) and output.shape == wanted.shape and torch.allclose(output, wanted, atol=1e-5)
 
 
 def skips_index_past_end(experts: nn.Module, num_experts: int, width: int) -> bool:

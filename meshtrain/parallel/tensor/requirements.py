@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.transformers import can_leave_out_experts
-from meshtrain.parallel.tensor.probes import looks_up_rows
+from meshtrain.parallel.tensor.probes import looks_up_rows, projects_as_linear
 
 Refusals = Iterator[tuple[str, str]]
 """Reasons, each with an advice."""
@@ -81,9 +81,8 @@ def is_projection(module: nn.Module) -> bool:
 
     The sharded class replaces its forward.
     """
-    # Most subclasses have a forward of their own, so they do not count. Falcon's only writes the
-    # same product in another form.
-    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
+    # Most subclasses of Linear compute more. Falcon's only writes the same product in another form.
+    return type(module) is Conv1D or (isinstance(module, nn.Linear) and projects_as_linear(module))
 
 
 def is_lookup(module: nn.Module) -> bool:

@@ -78,6 +78,11 @@ class StyleRow:
     transformers: tuple[str, ...] = ()
 
     @property
+    def enters(self) -> bool:
+        """Whether a projection makes its input full, unless the block around it has done so."""
+        return self.kind == "projection" and self.gives in ("part", "one head")
+
+    @property
     def works_on_part(self) -> bool:
         """Whether a process works on its part of the heads or of a width, and no other part."""
         return self.takes == "part" or self.gives in ("part", "one head") or self.gradients == "partial"

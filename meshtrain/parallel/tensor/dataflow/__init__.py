@@ -2,22 +2,23 @@
 
 Modules:
     blocks: divides features into blocks that do not mix: heads, groups of heads, channels.
+    halves: finds out whether rules compute what a model computes.
     reach: finds out which outputs of projections reach which inputs of other projections.
     trial: finds out which numbers of a module count heads or channels.
 
-The package itself has `derive_rules`. It computes with a tiny copy of the model, so nothing depends
-on the names that a class uses.
+The package itself has `derive_rules`, and `where_rules_fail` for rules from elsewhere. Both compute
+with a tiny copy of the model, so nothing depends on the names that a class uses.
 """
 
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
@@ -25,13 +26,15 @@ from meshtrain.compat.transformers import attention_implementation, build, set_a
 from meshtrain.config.plan import Style
 from meshtrain.errors import ModelError
 from meshtrain.models.build import REFUSALS, refusal_reason, stock_class, stock_model
+from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
+from meshtrain.parallel.tensor.dataflow.halves import where_halves_differ
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
 from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
-from meshtrain.parallel.tensor.rules import rule_names
+from meshtrain.parallel.tensor.rules import TensorRules, rule_names
 from meshtrain.parallel.tiny_copy import (
     MAX_LAYERS,
     LayerKind,
@@ -71,11 +74,45 @@ def derive_rules(model: PreTrainedModel, tp: int) -> DerivedRules:
     return _for_model(model, found)
 
 
-def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
-    """Return the rules for each kind of layer of a model with values, by name inside the layer."""
+def where_rules_fail(
+    model: PreTrainedModel,
+    tp: int,
+    fused: Mapping[str, Parts],
+    rules_of: Callable[[PreTrainedModel], TensorRules],
+) -> str | None:
+    """Return the module of a tiny copy that rules from elsewhere would compute wrongly.
+
+    Args:
+        model: stock, on the meta device; it is not changed.
+        tp: number of processes that will share a layer.
+        fused: pattern -> parts, of the rules.
+        rules_of: unfused copy on the meta device -> its rules over two processes.
+
+    Returns:
+        None if two processes compute what one computes.
+
+    Raises:
+        ModelError: if there is no tiny copy with all kinds of its layers.
+        PlanError: if the rules cannot be followed.
+    """
+    tiny = _tiny_model(model, tp)
+    on_meta = _on_meta(type(tiny), tiny.config)
+    for copied in (tiny, on_meta):
+        unfuse(copied, fused)
+    rules = rules_of(on_meta)
+    with float32_casts_lifted():
+        return where_halves_differ(tiny, _inputs(tiny), rules)
+
+
+def _inputs(tiny: PreTrainedModel) -> dict[str, Tensor]:
     stream = torch.Generator().manual_seed(1)
     vocabulary = tiny.config.get_text_config().vocab_size
-    inputs = {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
+    return {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
+
+
+def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
+    """Return the rules for each kind of layer of a model with values, by name inside the layer."""
+    inputs = _inputs(tiny)
     recording = record(copy.deepcopy(tiny), inputs)
     reached = {name: reach_of(recording, name) for name in recording.calls}
     cuts = [cut for cut in find_cuts(reached, returned_directly(recording)) if _has_rules(cut, tiny)]
