@@ -22,6 +22,8 @@ Style = Literal[
     "shared_input",
     "rowwise_split_input",
     "replicated_heads",
+    "colwise_heads",
+    "rowwise_heads",
     "per_head",
     "colwise_blocks",
     "mla_kv_a_proj",

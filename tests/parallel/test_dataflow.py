@@ -115,7 +115,7 @@ def test_own_class_trains_like_the_stock_model(mesh: dict[str, int]) -> None:
 
 def test_features_that_reach_all_blocks_are_shared() -> None:
     hits = torch.cat([eye(4, 2), torch.ones(3, 4, dtype=torch.bool)])
-    (cut,) = find_cuts({"row": Reach(inputs=4, outputs={"column": hits})}, {"column": torch.zeros(11).bool()})
+    (cut,) = find_cuts({"row": Reach(inputs=4, outputs={"column": hits})}, {"column": torch.zeros(11).bool()}, 2)
     assert cut.blocks == 4
     assert cut.columns == {"column": (Part(8, "cut"), Part(3, "shared"))}
     assert cut.rows == ("row",)
@@ -134,7 +134,7 @@ def test_features_that_reach_all_blocks_are_shared() -> None:
 def test_what_cannot_be_cut(hits: torch.Tensor, outside: list[int]) -> None:
     used = torch.zeros(len(hits)).bool()
     used[outside] = True
-    assert not [*find_cuts({"row": Reach(inputs=hits.shape[1], outputs={"column": hits})}, {"column": used})]
+    assert not [*find_cuts({"row": Reach(inputs=hits.shape[1], outputs={"column": hits})}, {"column": used}, 2)]
 
 
 def test_projection_in_the_middle_is_cut_once() -> None:
@@ -143,5 +143,5 @@ def test_projection_in_the_middle_is_cut_once() -> None:
         "third": Reach(inputs=4, outputs={"second": eye(4)}),
     }
     none = torch.zeros(4).bool()
-    (cut,) = find_cuts(reached, {"first": none, "second": none})
+    (cut,) = find_cuts(reached, {"first": none, "second": none}, 2)
     assert (*cut.columns, *cut.rows) == ("first", "second")

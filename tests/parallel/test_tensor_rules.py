@@ -195,6 +195,36 @@ def test_four_processes_train_with_two_key_value_heads() -> None:
     prove([Family("llama"), Family("phi3"), Family("qwen3", {}, PARTS), *per_head], (1, 1, 1, 4), 4)
 
 
+GROUPED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+# Heads that four processes cannot share evenly. Some need a part of a group of query heads.
+UNEVEN = [
+    Family("llama", GROUPED_HEADS),
+    Family("llama", {**GROUPED_HEADS, "num_key_value_heads": 1}),
+    Family("qwen3", GROUPED_HEADS, PARTS),
+    Family("phi3", GROUPED_HEADS, PARTS),
+    Family("mixtral", {**MIXTRAL, **GROUPED_HEADS}),
+    Family("cohere", {**GROUPED_HEADS, "use_qk_norm": True}),
+    Family("stablelm", {**GROUPED_HEADS, "qk_layernorm": True}, PARTS),
+    Family("deepseek_v3", {**DEEPSEEK, "num_attention_heads": 6, "num_key_value_heads": 6}),
+    Family("gpt2", {"hidden_size": 48, "num_attention_heads": 6}, PARTS),
+    Family("bloom", {"hidden_size": 48, "num_attention_heads": 6}),
+    Family("falcon", {"hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 48}),
+    Family("gpt_bigcode", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    Family("bert", {"is_decoder": True, "hidden_size": 48, "num_attention_heads": 6}),
+]
+
+
+def test_four_processes_train_with_uneven_heads() -> None:
+    prove(UNEVEN, (1, 1, 1, 4), 4)
+
+
+def test_uneven_heads_train_with_a_pipeline_and_with_shards() -> None:
+    odd = [Family("llama", ODD_HEADS, PARTS), Family("gpt_neox", ODD_HEADS)]
+    prove(odd, (2, 1, 1, 2), 4)
+    prove(odd, (1, 1, 2, 2), 4)
+
+
 def test_experts_without_tensor_parallelism_train_like_one_process() -> None:
     prove([MOES[0], MOES[4]], (2, 1, 2, 1), 4)
 

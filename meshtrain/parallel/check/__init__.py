@@ -23,7 +23,7 @@ from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.router_loss import find_formula
-from meshtrain.parallel.tensor.derive import with_derived_rules, with_shared_heads
+from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.rules import Problems
 
 
@@ -43,7 +43,7 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[Problem] = []
     try:
-        plan = with_shared_heads(with_derived_rules(plan, model), model)
+        plan = with_derived_rules(plan, model)
     except PlanError as error:
         problems += error.problems
     checks = (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, _check_recompute, _check_rotary)

@@ -19,18 +19,19 @@ from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.router_loss import find_routers
+from meshtrain.parallel.tensor.dataflow import where_shares_differ
 from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
+from meshtrain.parallel.tensor.head_share import heads_of, local_value, uneven_heads
 from meshtrain.parallel.tensor.rules import (
     Problems,
     TensorRules,
-    gives_heads,
-    local_count,
     match_rules,
     resolve_rules,
     sharded_dims,
+    unchecked_rules,
 )
+from meshtrain.parallel.tensor.shared_heads import divides_uneven_heads
 from meshtrain.parallel.tensor.split_flow import why_not_split
-from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
 
 # What is wrong with a module, and what to do.
@@ -72,44 +73,43 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
             ]
             yield from problems
             if not heads and not problems:
-                yield from _check_flow(unfused, rules, plan)
+                yield from [*_check_flow(unfused, rules, plan)] or _check_shares(plan, model)
     except UserError as error:
         yield from error.problems
 
 
 def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     tp = plan.mesh.tp
+    if heads_of(model.config) is not None and not divides_uneven_heads(plan, model):
+        return
     for what, name in (
         ("attention heads", "num_attention_heads"),
         ("key-value heads", "num_key_value_heads"),
-        # Falcon has this name. Its key-value heads are stored between the query heads, so processes
-        # cannot share one of them.
+        # Falcon has this name.
         ("key-value heads", "num_kv_heads"),
     ):
-        if name != "num_attention_heads" and _are_full(plan.tensor.styles):
-            continue
         for count in values_in_layers(model.config, name):
-            # One key-value head for all is not cut, unless it has a projection of its own.
-            is_one = name == "num_key_value_heads" and count == 1 and not _give_heads(plan.tensor.styles)
-            if isinstance(count, int) and count % tp and not is_one:
+            if isinstance(count, int) and count % tp:
                 yield Problem(
                     f"mesh.tp = {tp} does not divide the model's {count} {what} ({name})",
                     _set_tp(_divisors(count)),
                 )
 
 
-def _are_full(styles: Mapping[str, Style]) -> bool:
-    """Return whether every process has all key-value heads, or shares one.
-
-    In both cases tp need not divide their number.
-    """
-    found = _give_heads(styles)
-    return bool(found) and not any(row.gives == "part" and not row.four_blocks for row in found)
-
-
-def _give_heads(styles: Mapping[str, Style]) -> list[StyleRow]:
-    """Return the rows of the styles of projections to key-value heads."""
-    return [STYLES[style] for pattern, style in styles.items() if gives_heads(pattern)]
+def _check_shares(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    """Yield where processes would not compute right with their shares of uneven heads."""
+    if uneven_heads(model.config, plan.mesh.tp) is None:
+        return
+    tensor = plan.tensor
+    module = where_shares_differ(
+        model, plan.mesh.tp, tensor.fused, lambda tiny: unchecked_rules(tiny, match_rules(tiny, tensor))
+    )
+    if module is not None:
+        yield Problem(
+            f"mesh.tp = {plan.mesh.tp} does not divide the heads of {type(model).__name__}, and processes with "
+            f"their shares would not compute {as_pattern(module)} as one does",
+            "use a tp that divides them",
+        )
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
@@ -180,13 +180,13 @@ def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Probl
                 )
 
 
-def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Module, tp: int) -> Problems:
-    seen = set()
+def _check_local_attributes(attributes: Mapping[str, list[str]], model: PreTrainedModel, tp: int) -> Problems:
+    seen, heads = set(), uneven_heads(model.config, tp)
     for name, names in attributes.items():
         for attribute in names:
             value = read_attribute(model.get_submodule(name), attribute)
             what = f"{attribute!r} of {as_pattern(name)}"
-            if local_count(attribute, value, tp) is None and what not in seen:
+            if local_value(value, heads, 0, tp) is None and what not in seen:
                 seen.add(what)
                 yield Problem(
                     f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshtrain.compat.nn import become
+from meshtrain.compat.nn import mix_in
 from meshtrain.config.plan import Style
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.adapters import adapters_of
@@ -22,7 +22,7 @@ from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
 from meshtrain.parallel.tensor.context import ModuleContext
-from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
+from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, Region, identity
 from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.shared_keys import share_rotary_key
@@ -60,7 +60,7 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
 
 def _draws_apart(row: StyleRow) -> bool:
     """Return whether each process drops other elements: it has other features or tokens."""
-    return row.takes == "part" or row.gradients == "partial if split"
+    return row.takes_cut or row.gradients == "partial if split"
 
 
 def drops_out(layer: nn.Module) -> bool:
@@ -127,7 +127,7 @@ def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], context: ModuleContext) -> None:
-    is_cut = len(styles) == 1 and STYLES[styles[0]].takes == "part"
+    is_cut = len(styles) == 1 and STYLES[styles[0]].takes_cut
     takes_part = _cut_of(styles) == "columns" and context.entered
     layer.lora_dropout[adapter] = AdapterDropout(
         layer.lora_dropout[adapter], context.region, is_cut=is_cut, takes_part=takes_part
@@ -164,9 +164,9 @@ def _shard_up(up: nn.Module, base: nn.Module, context: ModuleContext, mesh: Devi
         is_full = STYLES[context.styles[part]].shards is None
         if is_full:
             names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
-        if isinstance(theirs, ReplicatedHeadsLinear):
-            become(mine, ReplicatedHeadsLinear)
-            mine.enter, mine.rows = identity, theirs.rows  # type: ignore[assignment]
+        if isinstance(theirs, OwnOutputs):
+            mix_in(mine, OwnOutputs)
+            mine.enter, mine.outputs = identity, theirs.outputs  # type: ignore[assignment]
         elif not is_full:
             _shard(mine, 0, mesh)
             _give_edges(mine, identity, theirs.leave)  # type: ignore[arg-type]

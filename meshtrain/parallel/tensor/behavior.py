@@ -5,6 +5,7 @@ The module runs on random numbers, once with all heads and once for each process
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from meshtrain.compat.autograd import flatten, unflatten
 from meshtrain.parallel.cut.probe import MISFITS
-from meshtrain.parallel.tensor.modules import see_own_heads
+from meshtrain.parallel.tensor.modules import see_heads
 
 Behavior = Literal["alike", "per head", "joint"]
 """How a module treats the heads.
@@ -35,10 +36,11 @@ def behavior_on_heads(module: nn.Module, full: Any, part: Any) -> Behavior:
     leaves, spec = flatten(full)
     parts, _ = flatten(part)
     cuts = [_cut_dim(a, b) for a, b in zip(leaves, parts, strict=True)]
-    counts = {a.shape[dim] // b.shape[dim] for a, b, dim in zip(leaves, parts, cuts, strict=True) if dim is not None}
+    sizes = {(a.shape[dim], b.shape[dim]) for a, b, dim in _cut_ones(leaves, parts, cuts)}
+    counts = {-(-whole // size) for whole, size in sizes}
     if not counts:
         return "alike"
-    if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(leaves, parts, cuts)):
+    if len(counts) > 1 or (len(sizes) > 1 and any(whole % size for whole, size in sizes)):
         return "joint"
     (ways,) = counts
     # With its own stream, the probe leaves the program's random numbers as they are.
@@ -68,12 +70,20 @@ def _computes_the_same(
         for rank in range(ways):
             copied = copy.deepcopy(stock)
             if per_head:
-                see_own_heads(copied, rank, ways)
+                see_heads(copied, partial(_own_indices, rank, ways))
             pieces.append(run(copied, rank))
         dims = [dim for dim in range(wanted.dim()) if wanted.shape[dim] != pieces[0].shape[dim]]
         return len(dims) == 1 and torch.allclose(torch.cat(pieces, dims[0]), wanted, rtol=CLOSE, atol=CLOSE)
     except MISFITS:
         return False
+
+
+def _own_indices(rank: int, ways: int, count: int) -> range:
+    if count < ways:
+        # Several processes share a head.
+        return range(rank * count // ways, rank * count // ways + 1)
+    size = -(-count // ways)
+    return range(rank * size, min(count, (rank + 1) * size))
 
 
 def _cut_dim(full: Any, part: Any) -> int | None:
@@ -105,7 +115,7 @@ def _random(leaf: Any, dim: int | None, stream: torch.Generator) -> Any:
 
 
 def _narrow(value: Any, dim: int | None, rank: int, ways: int) -> Any:
-    return value if dim is None else value.chunk(ways, dim)[rank]
+    return value if dim is None else value.split(-(-value.shape[dim] // ways), dim)[rank]
 
 
 def _materialized(module: nn.Module, stream: torch.Generator) -> nn.Module:

@@ -8,7 +8,7 @@ Blocks whose parameters are all sharded share the collective of their input.
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -20,24 +20,23 @@ from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
 from meshtrain.errors import ModelError, PlanError, UserError
 from meshtrain.models.fused import UnfusedProjection, unfuse
-from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow import derive_rules, where_rules_fail
-from meshtrain.parallel.tensor.dataflow.halves import WAYS
+from meshtrain.parallel.tensor.dataflow.parts import WAYS
 from meshtrain.parallel.tensor.flow import Flow, follow_heads
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
     TensorRules,
     blocks_of,
-    gives_heads,
     is_module,
     match_rules,
     name_of,
     rule_names,
     unchecked_rules,
 )
+from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
 from meshtrain.parallel.tensor.styles import STYLES
 
 # Style name of transformers -> our style.
@@ -74,7 +73,8 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         PlanError: if there is nothing to derive rules from.
     """
     if plan.tensor.styles and not plan.tensor.auto:
-        return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
+        plan = plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
+        return with_shared_heads(plan, model)
     source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
@@ -86,7 +86,8 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         for kind in ("local_attributes", "local_inputs"):
             rules[kind] = {p: rule for p, rule in getattr(source, kind).items() if _matches(p, module_names)}
         others = plan.tensor.model_copy(update=rules)
-        rules["styles"] = _as_patterns(unfused, _complete(unfused, source.styles, others, plan.mesh.tp))
+        styles = _complete(unfused, source.styles, others, plan.mesh.tp, labels_once(model))
+        rules["styles"] = _as_patterns(unfused, styles)
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
 
 
@@ -149,11 +150,11 @@ def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: Parallel
     for pattern, word in words.items():
         if word not in (*FROM_TRANSFORMERS, *PACKED):
             return f"its {word!r} for {pattern} has no meaning here"
-    source = _translate(words, "tensor")
+    source, labels = _translate(words, "tensor"), labels_once(model)
 
     def rules_of(tiny: PreTrainedModel) -> TensorRules:
         known = plan.tensor.model_copy(update={"experts": "tensor"})
-        styles = _styles_of_shared_heads(_complete(tiny, source.styles, known, WAYS), tiny, WAYS)
+        styles = _complete(tiny, source.styles, known, WAYS, labels)
         return unchecked_rules(tiny, match_rules(tiny, known.model_copy(update={"styles": styles})))
 
     names = rule_names(model)
@@ -192,7 +193,9 @@ def _matches(pattern: str, names: list[str]) -> bool:
     return any(regex.fullmatch(name) for name in names)
 
 
-def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+def _complete(
+    model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan, tp: int, labels: Callable[[], HeadLabels]
+) -> dict[str, Style]:
     """Return the styles of modules with parameters of their own, and of blocks that share an input.
 
     Args:
@@ -200,8 +203,9 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
         known: pattern -> style, of the source.
         plan: with the other rules and settings.
         tp: number of processes that share a layer.
+        labels: returns what the projections of attention give and take.
     """
-    styles = _match_known(model, known, plan)
+    styles = styles_of_shared_heads(_match_known(model, known, plan), plan.fused, model, tp, labels)
     layers_name, layers = find_layers(model)
     prefix = f"{layers_name}."
     styles |= _ends(model)
@@ -244,9 +248,8 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
 
 
 def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> Flow:
-    shared = _styles_of_shared_heads(styles, model, tp)
     rules = MatchedRules(
-        shared,
+        dict(styles),
         match_modules(model, plan.local_attributes, "tensor.local_attributes"),
         match_modules(model, plan.local_inputs, "tensor.local_inputs"),
     )
@@ -364,26 +367,3 @@ def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Sty
         if name in styles or not isinstance(module, nn.Module) or any(True for _ in module.parameters()):
             groups[as_pattern(name)].add(styles.get(name))
     return {as_pattern(name) if len(groups[as_pattern(name)]) == 1 else name: style for name, style in styles.items()}
-
-
-def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
-    """Return the plan with full projections to key-value heads if there are fewer than processes.
-
-    Args:
-        plan: with rules.
-        model: the stock model on the meta device; it is not changed.
-    """
-    styles = _styles_of_shared_heads(plan.tensor.styles, model, plan.mesh.tp)
-    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
-
-
-def _styles_of_shared_heads(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> dict[str, Style]:
-    counts = [values_in_layers(model.config, name) for name in ("num_key_value_heads", "num_attention_heads")]
-    # Processes share no heads if the layers have different numbers of heads.
-    heads, queries = (values[0] if len(values) == 1 else None for values in counts)
-    if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
-        return dict(styles)
-    return {
-        name: "replicated_heads" if gives_heads(name) and style == "colwise" else style
-        for name, style in styles.items()
-    }

@@ -54,9 +54,9 @@ def cut_blocks(styles: Mapping[str, Style], layers: str) -> Iterator[tuple[str, 
         layers: name of the list of decoder layers.
     """
     # These outputs stay cut until a row-wise projection sums them.
-    cut = [name for name, style in styles.items() if STYLES[style].gives in ("part", "one head")]
+    cut = [name for name, style in styles.items() if STYLES[style].gives_cut]
     inside = [name for name in styles if name.startswith(f"{layers}.")]
-    ends = [name for name in inside if STYLES[styles[name]].takes == "part"]
+    ends = [name for name in inside if STYLES[styles[name]].takes_cut]
     for end in ends:
         block = end.rpartition(".")[0]
         # The name of a layer is that of the list plus its index, and a block is inside a layer.

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in
 from meshtrain.compat.nn import parameter_table, set_forward
@@ -33,7 +32,8 @@ from meshtrain.parallel.cut.probe import (
     no_router_logits,
 )
 from meshtrain.parallel.tensor.behavior import behavior_on_heads
-from meshtrain.parallel.tensor.heads import apply_local_heads
+from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
+from meshtrain.parallel.tensor.heads import apply_local_heads, local_widths
 from meshtrain.parallel.tensor.modules import see_own_heads
 from meshtrain.parallel.tensor.rules import TensorRules, blocks_of
 from meshtrain.parallel.tensor.styles import STYLES
@@ -272,15 +272,11 @@ class _Pass:
             return None
         if row.kind == "experts":
             return self._experts
-        inputs = _input_width(module) // (self.tp if row.takes == "part" else 1)
-        outputs, origin = _output_width(module), name if row.gradients == "summed" else HIDDEN_STATES
-        block = next(blocks_of(name, self.rules.styles, "shared input"), None)
-        if row.gives == "part":
-            return partial(self._project, None, inputs, outputs // self.tp, block=block)
-        if row.gives == "one head":
-            heads = self.model.config.get_text_config().num_key_value_heads
-            return partial(self._project, None, inputs, outputs // (1 if self.is_first else heads), block=block)
-        return partial(self._project, origin, inputs, outputs)
+        inputs, outputs = local_widths(module, row, heads_of(self.model.config), 0, self.tp)
+        if row.gives_cut:
+            block = next(blocks_of(name, self.rules.styles, "shared input"), None)
+            return partial(self._project, None, inputs, outputs, block=block)
+        return partial(self._project, name if row.gradients == "summed" else HIDDEN_STATES, inputs, outputs)
 
     def _project(self, origin: str | None, inputs: int, outputs: int, x: Tensor, block: str | None = None) -> Tensor:
         """Return an output of full features from `origin`, or a part of them if that is None.
@@ -349,7 +345,7 @@ class _Pass:
             return self.parts.add_part(torch.empty_like(tensors_in((args, kwargs))[0]))
         if self.rules.styles.get(name) not in OWN_HEADS:
             self.flow.per_head[name] = None
-        see_own_heads(stock, 0, self.tp)
+        see_own_heads(stock, 0, self.tp, uneven_heads(self.model.config, self.tp))
         return stock(*args, **kwargs)
 
 
@@ -360,11 +356,3 @@ def _first_line(error: Exception) -> str:
 
 def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _output_width(module: nn.Module) -> int:
-    return module.get_parameter("weight").shape[1 if isinstance(module, Conv1D) else 0]
-
-
-def _input_width(module: nn.Module) -> int:
-    return module.get_parameter("weight").shape[0 if isinstance(module, Conv1D) else 1]

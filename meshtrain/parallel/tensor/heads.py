@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.parallel.tensor.head_share import Heads, heads_of, local_value, uneven_heads
+from meshtrain.parallel.tensor.modules import slices_of, width_of
 from meshtrain.parallel.tensor.requirements import attention_of
-from meshtrain.parallel.tensor.rules import TensorRules, local_count
+from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
 
 
@@ -23,35 +26,70 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
         rank: of the process, among the `tp` that share the heads.
         tp: number of processes that share the heads.
     """
-    config = model.config.get_text_config()
+    heads = heads_of(model.config)
+    uneven = uneven_heads(model.config, tp)
     for name, module in model.named_modules():
         for attribute in rules.local_attributes.get(name, []):
-            _localize(module, attribute, tp)
+            _localize(module, attribute, uneven, rank, tp)
         if inputs := rules.local_inputs.get(name):
-            heads = config.num_attention_heads
-            module.register_forward_pre_hook(partial(_own_heads, inputs, heads, rank, tp), with_kwargs=True)
+            count = model.config.get_text_config().num_attention_heads
+            share = Heads(count, count).of(rank, tp).queries
+            module.register_forward_pre_hook(partial(_own_heads, inputs, count, share), with_kwargs=True)
     modules = dict(model.named_modules())
-    shared = (name for name, style in rules.styles.items() if STYLES[style].gives == "one head" and name in modules)
+    shared = (name for name, style in rules.styles.items() if STYLES[style].gives == "own keys" and name in modules)
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
-        if name is not None:
-            groups = modules[name].num_key_value_groups * config.num_key_value_heads // tp
-            modules[name].num_key_value_groups = groups
+        if name is not None and heads is not None:
+            modules[name].num_key_value_groups = heads.of(rank, tp).groups
 
 
-def _localize(module: nn.Module, attribute: str, tp: int) -> None:
+def local_slices(
+    module: nn.Module, row: StyleRow, heads: Heads | None, rank: int, tp: int
+) -> tuple[Sequence[slice], Sequence[slice]]:
+    """Return which inputs and outputs of a projection one process has.
+
+    Args:
+        module: with its full weight.
+        row: of its style.
+        heads: of the model, if they are known.
+        rank: of the process.
+        tp: number of processes.
+    """
+    inputs, outputs = width_of(module, "inputs"), width_of(module, "outputs")
+    at_inputs, at_outputs = [slice(0, inputs)], [slice(0, outputs)]
+    if row.takes == "part":
+        at_inputs = slices_of([rank], inputs // tp)
+    if row.gives == "part":
+        at_outputs = slices_of([rank], outputs // tp)
+    if heads is not None:
+        share = heads.of(rank, tp)
+        if row.takes == "own heads":
+            at_inputs = slices_of(share.queries, inputs // heads.queries)
+        if row.gives == "own heads":
+            at_outputs = slices_of(share.queries, outputs // heads.queries)
+        elif row.gives == "own keys":
+            at_outputs = slices_of(share.keys, outputs // heads.keys)
+    return at_inputs, at_outputs
+
+
+def local_widths(module: nn.Module, row: StyleRow, heads: Heads | None, rank: int, tp: int) -> tuple[int, int]:
+    """Return how many inputs and outputs of a projection one process has; see `local_slices`."""
+    at_inputs, at_outputs = local_slices(module, row, heads, rank, tp)
+    return sum(at.stop - at.start for at in at_inputs), sum(at.stop - at.start for at in at_outputs)
+
+
+def _localize(module: nn.Module, attribute: str, heads: Heads | None, rank: int, tp: int) -> None:
     owner, _, name = attribute.rpartition(".")
     if owner:
         # All modules share the configuration, so this one gets a copy for its part of the heads.
         setattr(module, owner, copy.copy(getattr(module, owner)))
     target: Any = getattr(module, owner) if owner else module
-    setattr(target, name, local_count(name, getattr(target, name), tp))
+    setattr(target, name, local_value(getattr(target, name), heads, rank, tp))
 
 
 def _own_heads(
     names: Sequence[str],
     heads: int,
-    rank: int,
-    tp: int,
+    share: range,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -61,20 +99,19 @@ def _own_heads(
     values = list(args)
     for name in names:
         if positions[name] < len(values):
-            values[positions[name]] = _slice_heads(values[positions[name]], heads, rank, tp)
+            values[positions[name]] = _slice_heads(values[positions[name]], heads, share)
         elif name in kwargs:
-            kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, rank, tp)}
+            kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, share)}
     return tuple(values), kwargs
 
 
-def _slice_heads(value: Tensor | None, heads: int, rank: int, tp: int) -> Tensor | None:
+def _slice_heads(value: Tensor | None, heads: int, share: range) -> Tensor | None:
     """Return this process's heads of (batch * heads, ...) or (batch, heads, ..., ...).
 
     None, and a 4-D tensor with one head for all, are returned as they are.
     """
     if value is None:
         return None
-    count = heads // tp
     if value.dim() == 4:
-        return value if value.shape[1] == 1 else value.narrow(1, rank * count, count)
-    return value.unflatten(0, (-1, heads)).narrow(1, rank * count, count).flatten(0, 1)
+        return value if value.shape[1] == 1 else value[:, share.start : share.stop]
+    return value.unflatten(0, (-1, heads))[:, share.start : share.stop].flatten(0, 1)

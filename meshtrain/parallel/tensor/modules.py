@@ -3,6 +3,10 @@
 A stock module becomes one of them in place, so its name and its owners stay the same.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.nn import become, mix_in, module_table, own_class, parameter_table
 from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.tensor.head_share import Heads
 from meshtrain.parallel.tensor.region import Edge
 
 
@@ -34,23 +39,68 @@ class ShardedLinear(nn.Linear):
         return self.leave(F.linear(self.enter(x), local_tensor(self.weight))) + bias
 
 
-class ReplicatedHeadsLinear(nn.Linear):
-    """A Linear with a full weight that computes the outputs of one key-value head.
-
-    It is used where there are fewer key-value heads than processes.
+class OwnOutputs:
+    """Mixin for a projection with full parameters that computes the outputs of some heads.
 
     Attributes:
         enter: collective on the input.
-        rows: of the weight, for the key-value head of this process.
+        outputs: of the heads of this process, in order.
     """
 
     enter: Edge
-    rows: slice
+    outputs: Sequence[slice]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project (batch, seq, in) to (batch, seq, head_dim)."""
-        bias = None if self.bias is None else self.bias[self.rows]
-        return F.linear(self.enter(x), self.weight[self.rows], bias)
+        """Project (batch, seq, in) to (batch, seq, outputs of its heads)."""
+        bias = getattr(self, "bias", None)
+        rows = None if bias is None else _rows(bias, self.outputs)
+        return F.linear(self.enter(x), _rows(_matrix(self), self.outputs), rows)
+
+
+class OwnInputs:
+    """Mixin for a projection with full parameters that gets the inputs of some heads.
+
+    Attributes:
+        leave: collective that sums the output over tp.
+        inputs: of the heads of this process.
+        has_bias: whether this process adds the bias, as one of them does.
+    """
+
+    leave: Edge
+    inputs: slice
+    has_bias: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project (batch, seq, inputs of its heads) to (batch, seq, out)."""
+        bias = getattr(self, "bias", None) if self.has_bias else None
+        return self.leave(F.linear(x, _matrix(self)[:, self.inputs], bias))
+
+
+def width_of(projection: nn.Module, side: Literal["inputs", "outputs"]) -> int:
+    """Return the number of inputs or outputs of a Linear or Conv1D."""
+    rows, columns = projection.get_parameter("weight").shape
+    return rows if (side == "inputs") == isinstance(projection, Conv1D) else columns
+
+
+def slices_of(heads: Sequence[int], width: int) -> list[slice]:
+    """Return where heads of a width lie in the outputs of a projection, consecutive ones joined."""
+    slices: list[slice] = []
+    for head in heads:
+        if slices and slices[-1].stop == head * width:
+            slices[-1] = slice(slices[-1].start, (head + 1) * width)
+        else:
+            slices.append(slice(head * width, (head + 1) * width))
+    return slices
+
+
+def _rows(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
+    return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
+
+
+def _matrix(projection: Any) -> Tensor:
+    """Return the weight of a Linear or Conv1D as (out, in)."""
+    weight: Tensor = projection.weight
+    return weight.T if isinstance(projection, Conv1D) else weight
 
 
 class ShardedConv1D(Conv1D):
@@ -115,19 +165,17 @@ class OwnHeads:
     its own parameters counts heads, and so does each list of modules inside.
 
     Attributes:
-        rank: of the process, among the `tp` that share the heads.
-        tp: number of processes that share the heads.
+        own: number of all heads -> indices of those of this process.
     """
 
-    rank: int
-    tp: int
+    own: Callable[[int], Sequence[int]]
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on the parameters and modules of this process's heads."""
         parameters, modules = parameter_table(self), module_table(self)
         all_parameters, all_modules = dict(parameters), dict(modules)
-        own = {kind: self._own(value) for kind, value in all_parameters.items() if value is not None}
-        lists = {kind: self._own(value) for kind, value in all_modules.items() if isinstance(value, nn.ModuleList)}
+        own = {kind: self._take(value) for kind, value in all_parameters.items() if value is not None}
+        lists = {kind: self._pick(value) for kind, value in all_modules.items() if isinstance(value, nn.ModuleList)}
         parameters.update(own)
         modules.update(lists)
         try:
@@ -136,14 +184,40 @@ class OwnHeads:
             parameters.update(all_parameters)
             modules.update(all_modules)
 
-    def _own(self, values: Tensor | nn.ModuleList) -> Tensor | nn.ModuleList:
-        first = self.rank * len(values) // self.tp
-        return values[first : first + max(1, len(values) // self.tp)]
+    def _take(self, values: Tensor) -> Tensor:
+        indices = type(self).own(len(values))
+        if isinstance(indices, range):
+            return values[indices.start : indices.stop]
+        return torch.stack([values[index] for index in indices])
+
+    def _pick(self, values: nn.ModuleList) -> nn.ModuleList:
+        return nn.ModuleList([values[index] for index in type(self).own(len(values))])
 
 
-def see_own_heads(module: nn.Module, rank: int, tp: int) -> None:
-    """Mix `OwnHeads` into one module, for process `rank` of `tp`."""
-    mix_in(module, OwnHeads, rank=rank, tp=tp)
+def see_own_heads(module: nn.Module, rank: int, tp: int, heads: Heads | None = None) -> None:
+    """Mix `OwnHeads` into one module, for process `rank` of `tp`.
+
+    Args:
+        heads: of the model, if tp does not divide their numbers.
+    """
+    see_heads(module, partial(_own_indices, rank, tp, heads))
+
+
+def see_heads(module: nn.Module, own: Callable[[int], Sequence[int]]) -> None:
+    """Mix `OwnHeads` into one module.
+
+    Args:
+        own: number of all heads -> indices of those that the module shall see.
+    """
+    mix_in(module, OwnHeads, own=staticmethod(own))
+
+
+def _own_indices(rank: int, tp: int, heads: Heads | None, count: int) -> Sequence[int]:
+    if heads is not None and count in (heads.queries, heads.keys):
+        share = heads.of(rank, tp)
+        return share.queries if count == heads.queries else share.keys
+    first = rank * count // tp
+    return range(first, first + max(1, count // tp))
 
 
 def see_local_parameters(module: nn.Module) -> None:

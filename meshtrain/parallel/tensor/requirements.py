@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.transformers import can_leave_out_experts
+from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.parallel.tensor.probes import looks_up_rows, projects_as_linear
 
 Refusals = Iterator[tuple[str, str]]
@@ -46,6 +47,13 @@ def require_rotary_key(model: PreTrainedModel, name: str) -> Refusals:
         yield ", but the model's configuration has no qk_rope_head_dim", REPLICATE
 
 
+def require_heads(model: PreTrainedModel, name: str) -> Refusals:
+    """Accept a projection to or from the attention heads of a model whose layers have as many."""
+    yield from require_projection(model, name)
+    if heads_of(model.config) is None:
+        yield ", but the layers differ in their numbers of heads", "use a tp that divides all of them"
+
+
 def require_key_value_groups(model: PreTrainedModel, name: str) -> Refusals:
     """Accept a Linear inside attention whose key-value heads are shared by query heads."""
     module = model.get_submodule(name)
@@ -59,9 +67,9 @@ def require_key_value_groups(model: PreTrainedModel, name: str) -> Refusals:
         )
         return
     # MiMo has twice as many key-value heads in layers with sliding attention.
-    config = model.config.get_text_config()
+    config, of_config = model.config.get_text_config(), heads_of(model.config)
     heads = config.num_attention_heads // model.get_submodule(attention).num_key_value_groups
-    if heads != config.num_key_value_heads:
+    if of_config is None or heads != of_config.keys:
         yield (
             f", but this layer has {heads} key-value heads, and the configuration says {config.num_key_value_heads}",
             "use a tp that divides both",

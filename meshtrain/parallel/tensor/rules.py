@@ -194,24 +194,6 @@ def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapp
             yield Problem(what, f"make it {', '.join(possible[:-1])} or {possible[-1]}")
 
 
-def local_count(attribute: str, count: object, tp: int) -> int | None:
-    """Return this process's part of a count.
-
-    It is 1 for key-value heads that processes share, and None if `tp` cannot divide the count.
-    """
-    if not isinstance(count, int) or count < 0:
-        return None
-    if count % tp == 0:
-        return count // tp
-    shared = "key_value_heads" in attribute or "kv_heads" in attribute
-    return 1 if shared and count and tp % count == 0 else None
-
-
-def gives_heads(pattern: str) -> bool:
-    """Return whether a rule is for a projection to key-value heads, by the names used in models."""
-    return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")
-
-
 def blocks_of(name: str, styles: Mapping[str, Style], kind: StyleKind) -> Iterator[str]:
     """Yield the names of the blocks of a kind that contain a module, the innermost first."""
     while name := name.rpartition(".")[0]:

@@ -97,7 +97,7 @@ def _split(model: PreTrainedModel, rules: TensorRules, length: int) -> None:
         is_entered = any(blocks_of(below, rules.styles, "shared input"))
         if row.kind in ("shared input", "full sequence") or (row.enters and not is_entered):
             _before(module, partial(widen, below))
-        if row.kind == "full sequence" or row.takes == "part":
+        if row.kind == "full sequence" or row.takes_cut:
             module.register_forward_hook(partial(change_output, partial(narrow, below)))
 
 

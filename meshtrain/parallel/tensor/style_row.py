@@ -42,9 +42,11 @@ class StyleRow:
             experts of a stack. None: nothing, or what the rules of single parameters shard.
         may_be_uneven: whether shards may differ in size, as those of a vocabulary.
         four_blocks: whether the outputs are four blocks, each with a quarter of the heads.
-        takes: what a projection receives: all features, or a part of them.
-        gives: what a process has of the outputs: all, a part, one key-value head, or a part that is
-            gathered unless the loss takes it sharded.
+        takes: what a projection receives: all features, an equal part, or those of the heads of
+            the process.
+        gives: what a process has of the outputs: all, an equal part, those of its heads, those of
+            the key-value heads that it needs, or a part that is gathered unless the loss takes it
+            sharded.
         gradients: which gradients of full parameters are partial.
         own_heads: whether a process computes with the parameters of its heads only.
         needs_full_sequence: whether results or gradients are right only where a process has all
@@ -66,8 +68,8 @@ class StyleRow:
     shards: Literal["outputs", "inputs", "rows", "experts"] | None = None
     may_be_uneven: bool = False
     four_blocks: bool = False
-    takes: Literal["all", "part"] = "all"
-    gives: Literal["all", "part", "one head", "gathered"] = "all"
+    takes: Literal["all", "part", "own heads"] = "all"
+    gives: Literal["all", "part", "own heads", "own keys", "gathered"] = "all"
     gradients: Gradients = "full"
     own_heads: bool = False
     needs_full_sequence: bool = False
@@ -78,14 +80,24 @@ class StyleRow:
     transformers: tuple[str, ...] = ()
 
     @property
+    def takes_cut(self) -> bool:
+        """Whether each process receives other features."""
+        return self.takes != "all"
+
+    @property
+    def gives_cut(self) -> bool:
+        """Whether each process has other outputs, until a row-wise projection sums."""
+        return self.gives in ("part", "own heads", "own keys")
+
+    @property
     def enters(self) -> bool:
         """Whether a projection makes its input full, unless the block around it has done so."""
-        return self.kind == "projection" and self.gives in ("part", "one head")
+        return self.kind == "projection" and self.gives_cut
 
     @property
     def works_on_part(self) -> bool:
         """Whether a process works on its part of the heads or of a width, and no other part."""
-        return self.takes == "part" or self.gives in ("part", "one head") or self.gradients == "partial"
+        return self.takes_cut or self.gives_cut or self.gradients == "partial"
 
     def partial_parameters(self, module: nn.Module, *, is_split: bool) -> list[str]:
         """Return the names, inside the module, of the parameters with partial gradients.

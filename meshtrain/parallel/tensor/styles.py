@@ -9,7 +9,6 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshtrain.compat.nn import become
 from meshtrain.config.plan import Style
 from meshtrain.parallel.tensor.collectives import (
     gather_vocabulary,
@@ -20,9 +19,11 @@ from meshtrain.parallel.tensor.collectives import (
 )
 from meshtrain.parallel.tensor.context import AppliedStyle, change_input, change_output
 from meshtrain.parallel.tensor.experts import ExpertParallel, Experts, LocalParams
-from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_own_heads
+from meshtrain.parallel.tensor.modules import become_sharded
+from meshtrain.parallel.tensor.own_heads import OwnHeads, OwnHeadsRowwise, PerHead, ReplicatedHeads
 from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.requirements import (
+    require_heads,
     require_key_value_groups,
     require_lookup,
     require_projection,
@@ -110,33 +111,6 @@ class _ColwiseBlocks(_Colwise):
 
 def _cut_blocks(x: Tensor, tp: int) -> Tensor:
     return x.unflatten(-1, (4 // tp, 3, tp, -1)).transpose(-3, -2).flatten(-4)
-
-
-class _ReplicatedHeads(AppliedStyle):
-    """A projection to fewer key-value heads than processes stays full.
-
-    Each process computes the one head that its queries need.
-    """
-
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        heads, group = self.context.config.num_key_value_heads, self.region.group
-        width = module.get_parameter("weight").shape[0] // heads
-        head = group.rank() * heads // group.size()
-        become(module, ReplicatedHeadsLinear)
-        module.enter = identity if self.context.entered else self.region.enter  # type: ignore[assignment]
-        module.rows = slice(head * width, (head + 1) * width)  # type: ignore[assignment]
-        return module
-
-
-class _PerHead(AppliedStyle):
-    """The parameters that each head has for itself stay full.
-
-    Each process computes with the parameters of its heads.
-    """
-
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        see_own_heads(module, self.region.group.rank(), self.region.group.size())
-        return module
 
 
 class _Rowwise(AppliedStyle):
@@ -282,20 +256,42 @@ STYLES: dict[Style, StyleRow] = {
         transformers=("replicated_with_grad_allreduce",),
     ),
     "replicated_heads": StyleRow(
-        apply=_ReplicatedHeads,
+        apply=ReplicatedHeads,
         used_for="key and value",
         effect=(
-            "There are fewer heads than processes. The weights are replicated, and each process computes the "
-            "head that it needs."
+            "tp does not divide the key-value heads. The weights are replicated, and each process computes the "
+            "heads that it needs."
         ),
         kind="projection",
         requires=require_key_value_groups,
-        gives="one head",
+        gives="own keys",
         gradients="partial",
         adapter="columns",
     ),
+    "colwise_heads": StyleRow(
+        apply=OwnHeads,
+        used_for="projections to uneven heads",
+        effect=(
+            "tp does not divide the attention heads. The weights are replicated, and each process computes its "
+            "heads, one more on some processes than on others."
+        ),
+        kind="projection",
+        requires=require_heads,
+        gives="own heads",
+        gradients="partial",
+        adapter="columns",
+    ),
+    "rowwise_heads": StyleRow(
+        apply=OwnHeadsRowwise,
+        used_for="the projection after uneven heads",
+        effect="The weights are replicated. The inputs are the heads of the process, and the results are summed.",
+        kind="projection",
+        requires=require_heads,
+        takes="own heads",
+        gradients="partial",
+    ),
     "per_head": StyleRow(
-        apply=_PerHead,
+        apply=PerHead,
         used_for="norms with parameters for each head (Cohere, StableLM)",
         effect=(
             "The parameters are replicated. Each process computes with those of its heads, and their "

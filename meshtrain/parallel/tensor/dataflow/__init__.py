@@ -2,7 +2,8 @@
 
 Modules:
     blocks: divides features into blocks that do not mix: heads, groups of heads, channels.
-    halves: finds out whether rules compute what a model computes.
+    head_labels: finds out which projections give and take heads.
+    parts: finds out whether rules compute what a model computes.
     reach: finds out which outputs of projections reach which inputs of other projections.
     trial: finds out which numbers of a module count heads or channels.
 
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +32,11 @@ from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
-from meshtrain.parallel.tensor.dataflow.halves import where_halves_differ
+from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel, labels_of
+from meshtrain.parallel.tensor.dataflow.parts import WAYS, where_parts_differ
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
 from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes, modules_around
+from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.parallel.tensor.requirements import mla_rope_width
 from meshtrain.parallel.tensor.rules import TensorRules, rule_names
 from meshtrain.parallel.tiny_copy import (
@@ -45,6 +49,7 @@ from meshtrain.parallel.tiny_copy import (
 )
 
 FEWEST_LAYERS = 4
+MANY_HEADS = 12
 BATCH, LENGTH, NOISE = 2, 8, 0.05
 PARTS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
@@ -74,6 +79,46 @@ def derive_rules(model: PreTrainedModel, tp: int) -> DerivedRules:
     return _for_model(model, found)
 
 
+def head_labels(model: PreTrainedModel) -> dict[str, tuple[HeadLabel, ...]]:
+    """Return pattern of a projection -> what its outputs are in attention, part by part.
+
+    Args:
+        model: stock, on the meta device; it is not changed.
+
+    Raises:
+        ModelError: if there is no tiny copy with all kinds of its layers.
+    """
+    of_model = heads_of(model.config)
+    if of_model is None:
+        return {}
+    few = of_model.queries <= MANY_HEADS
+    tiny = _tiny_model(model, 1, heads=min(of_model.queries, MANY_HEADS), keys=of_model.keys if few else None)
+    heads = heads_of(tiny.config)
+    assert heads is not None, "a copy has heads as the model has"
+    with float32_casts_lifted():
+        recording = record(tiny, _inputs(tiny))
+        reached = {name: reach_of(recording, name) for name in recording.calls}
+        cuts = [*find_cuts(reached, returned_directly(recording), ways=1)]
+    found: dict[str, set[tuple[HeadLabel, ...]]] = defaultdict(set)
+    for cut in cuts:
+        for name, labels in labels_of(cut, reached, heads).items():
+            found[as_pattern(name)].add(labels)
+    return {pattern: next(iter(labels)) for pattern, labels in found.items() if len(labels) == 1}
+
+
+def where_shares_differ(
+    model: PreTrainedModel,
+    tp: int,
+    fused: Mapping[str, Parts],
+    rules_of: Callable[[PreTrainedModel], TensorRules],
+) -> str | None:
+    """Do `where_rules_fail` with as many heads as the model has, and as many processes."""
+    heads = heads_of(model.config)
+    assert heads is not None, "the layers differ in their numbers of heads"
+    tiny = _tiny_model(model, 1, heads=heads.queries, keys=heads.keys)
+    return _where_rules_fail(tiny, tp, fused, rules_of)
+
+
 def where_rules_fail(
     model: PreTrainedModel,
     tp: int,
@@ -95,13 +140,21 @@ def where_rules_fail(
         ModelError: if there is no tiny copy with all kinds of its layers.
         PlanError: if the rules cannot be followed.
     """
-    tiny = _tiny_model(model, tp)
+    return _where_rules_fail(_tiny_model(model, tp), WAYS, fused, rules_of)
+
+
+def _where_rules_fail(
+    tiny: PreTrainedModel,
+    tp: int,
+    fused: Mapping[str, Parts],
+    rules_of: Callable[[PreTrainedModel], TensorRules],
+) -> str | None:
     on_meta = _on_meta(type(tiny), tiny.config)
     for copied in (tiny, on_meta):
         unfuse(copied, fused)
     rules = rules_of(on_meta)
     with float32_casts_lifted():
-        return where_halves_differ(tiny, _inputs(tiny), rules)
+        return where_parts_differ(tiny, _inputs(tiny), rules, tp)
 
 
 def _inputs(tiny: PreTrainedModel) -> dict[str, Tensor]:
@@ -115,7 +168,7 @@ def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
     inputs = _inputs(tiny)
     recording = record(copy.deepcopy(tiny), inputs)
     reached = {name: reach_of(recording, name) for name in recording.calls}
-    cuts = [cut for cut in find_cuts(reached, returned_directly(recording)) if _has_rules(cut, tiny)]
+    cuts = [cut for cut in find_cuts(reached, returned_directly(recording), WAYS) if _has_rules(cut, tiny)]
     places = _places(tiny, cuts, recording.calls)
     rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
     for same in _alike(cuts, places):
@@ -150,10 +203,14 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(regex.fullmatch(name) for name in names)
 
 
-def _tiny_model(model: PreTrainedModel, tp: int) -> PreTrainedModel:
-    """Return a tiny copy of a model with random values, in float64 on the CPU."""
+def _tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
+    """Return a tiny copy of a model with random values, in float64 on the CPU.
+
+    Args:
+        heads: numbers of heads other than those of `tiny_config`.
+    """
     kind = stock_class(model)
-    make = partial(tiny_config, model.config, tp=tp)
+    make = partial(tiny_config, model.config, tp=tp, **heads)
     numbers = range(min(FEWEST_LAYERS, model.config.get_text_config().num_hidden_layers), MAX_LAYERS + 1)
     _, config, _ = copy_with_all_kinds(layer_kinds(model), numbers, make, partial(_on_meta, kind))
     implementation = attention_implementation(model.config)

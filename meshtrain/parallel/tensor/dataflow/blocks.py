@@ -51,17 +51,18 @@ class Cut:
     parameters: dict[str, int | None]
 
 
-def find_cuts(reached: Mapping[str, Reach], outside: Mapping[str, Tensor]) -> Iterator[Cut]:
+def find_cuts(reached: Mapping[str, Reach], outside: Mapping[str, Tensor], ways: int) -> Iterator[Cut]:
     """Yield the cuts of a model.
 
     Args:
         reached: projection -> what reaches its inputs.
         outside: projection -> (outputs) bool: the features that something else than the inputs of
             projections uses.
+        ways: divides the number of blocks.
     """
     columns, rows = set[str](), set[str]()
     for cluster in _clusters(reached):
-        cut = _cut(cluster, reached, outside)
+        cut = _cut(cluster, reached, outside, ways)
         # A projection is cut by its outputs or by its inputs. In a chain of three, the first two
         # are cut together.
         if cut is not None and not rows & cut.columns.keys() and not columns & {*cut.rows}:
@@ -91,21 +92,21 @@ def _clusters(reached: Mapping[str, Reach]) -> list[list[str]]:
     return [*clusters.values()]
 
 
-def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str, Tensor]) -> Cut | None:
+def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str, Tensor], ways: int) -> Cut | None:
     widths = [reached[name].inputs for name in rows]
     sources = dict.fromkeys(source for name in rows for source in reached[name].outputs)
     if set(sources) & set(rows):
         return None
-    hits = {source: _joined(source, rows, reached) for source in sources}
+    hits = {source: joined_hits(source, rows, reached) for source in sources}
     if any((hit.any(1) & outside[source]).any() for source, hit in hits.items()):
         return None
     elsewhere = {source: _used_elsewhere(source, rows, reached) | outside[source] for source in sources}
     every = torch.cat([*hits.values()])
     counts = every.sum(1)
-    for most in sorted({count for count in counts.tolist() if count}, reverse=True):
-        blocks = _blocks(every[counts <= most])
+    for chosen in _candidates(counts):
+        blocks = _blocks(every[chosen])
         number = int(blocks.max()) + 1
-        if number < 2 or number % 2 or not all(_is_even(part, number) for part in blocks.split(widths)):
+        if number < 2 or number % ways or not all(_is_even(part, number) for part in blocks.split(widths)):
             continue
         labels = {source: _labels(hit, blocks) for source, hit in hits.items()}
         for source in sources:
@@ -117,7 +118,21 @@ def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str
     return None
 
 
-def _joined(source: str, rows: Sequence[str], reached: Mapping[str, Reach]) -> Tensor:
+def _candidates(counts: Tensor) -> Iterator[Tensor]:
+    """Yield which features may divide the inputs into blocks, (features) bool.
+
+    Args:
+        counts: (features) int, how many inputs each feature reaches.
+
+    Features that reach many inputs may be shared by the blocks. If one value head serves all query
+    heads, its features reach fewer inputs than those of a query head, and are shared nevertheless.
+    """
+    different = sorted({count for count in counts.tolist() if count}, reverse=True)
+    yield from (counts <= count for count in different)
+    yield from (counts == count for count in different)
+
+
+def joined_hits(source: str, rows: Sequence[str], reached: Mapping[str, Reach]) -> Tensor:
     """Return (outputs of the source, inputs of all rows) bool."""
     width = next(reached[name].outputs[source].shape[0] for name in rows if source in reached[name].outputs)
     none = {name: torch.zeros(width, reached[name].inputs, dtype=torch.bool) for name in rows}

@@ -1,4 +1,4 @@
-"""Find out whether rules compute what a model computes, by running it as each of two processes.
+"""Find out whether rules compute what a model computes, by running it as each of several processes.
 
 Every projection receives and returns what it would on that process, cut from a run of the whole
 model. So a wrong part shows at the first projection that receives it, without other processes.
@@ -6,7 +6,7 @@ model. So a wrong part shows at the first projection that receives it, without o
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from meshtrain.compat.autograd import tensors_in
 from meshtrain.compat.nn import parameter_table, set_forward
 from meshtrain.parallel.cut.probe import MISFITS
-from meshtrain.parallel.tensor.heads import apply_local_heads
+from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
+from meshtrain.parallel.tensor.heads import apply_local_heads, local_slices
 from meshtrain.parallel.tensor.modules import see_own_heads
 from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.style_row import StyleRow
@@ -44,23 +45,26 @@ class _DiffersError(Exception):
 
 
 @torch.no_grad()
-def where_halves_differ(model: PreTrainedModel, inputs: Mapping[str, Any], rules: TensorRules) -> str | None:
-    """Return the module that two processes would not compute alike; None if there is none.
+def where_parts_differ(
+    model: PreTrainedModel, inputs: Mapping[str, Any], rules: TensorRules, tp: int = WAYS
+) -> str | None:
+    """Return the module that processes would not compute as one does; None if there is none.
 
     Args:
         model: unfused, with values; it is not changed.
         inputs: of the model.
         rules: of the model.
+        tp: number of processes.
     """
     cut = {
         name: STYLES[style] for name, style in rules.styles.items() if STYLES[style].kind in ("projection", "experts")
     }
     whole = _run_whole(model, inputs, cut)
     sums: dict[str, list[list[Tensor]]] = defaultdict(list)
-    for rank in range(WAYS):
+    for rank in range(tp):
         copied = copy.deepcopy(model)
         results: dict[str, list[Tensor]] = defaultdict(list)
-        _become_rank(copied, rank, rules, whole, results)
+        _become_rank(copied, rank, tp, rules, whole, results)
         try:
             found = tensors_in(copied(**inputs, use_cache=False))
             _compare("the model", found, whole.results)
@@ -93,9 +97,9 @@ def _run_whole(model: PreTrainedModel, inputs: Mapping[str, Any], cut: Mapping[s
 
 
 def _become_rank(
-    model: PreTrainedModel, rank: int, rules: TensorRules, whole: _Run, results: dict[str, list[Tensor]]
+    model: PreTrainedModel, rank: int, tp: int, rules: TensorRules, whole: _Run, results: dict[str, list[Tensor]]
 ) -> None:
-    """Let a model compute as process `rank`, except that no projection computes anything.
+    """Let a model compute as process `rank` of `tp`, except that no projection computes anything.
 
     Args:
         results: receives the partial results of experts, by name.
@@ -105,36 +109,33 @@ def _become_rank(
         row, module = STYLES[style], modules[name]
         if row.kind == "projection":
             calls = zip(whole.received[name], whole.returned[name], strict=True)
-            width = _head_width(module, model) if row.gives == "one head" else None
-            set_forward(module, partial(_replay, name, row, calls, rank, width))
+            slices = local_slices(module, row, heads_of(model.config), rank, tp)
+            set_forward(module, partial(_replay, name, calls, *slices))
         elif row.has_parameter_rules:
-            _take_part(name, module, rank, rules.sharded_dims)
+            _take_part(name, module, rank, tp, rules.sharded_dims)
             if row.kind == "experts":
                 set_forward(module, partial(_collect, module.forward, iter(whole.returned[name]), results[name]))
         elif row.own_heads:
-            see_own_heads(module, rank, WAYS)
-    apply_local_heads(model, rules, rank=rank, tp=WAYS)
-
-
-def _head_width(module: nn.Module, model: PreTrainedModel) -> int:
-    return module.get_parameter("weight").shape[0] // model.config.get_text_config().num_key_value_heads
+            see_own_heads(module, rank, tp, uneven_heads(model.config, tp))
+    apply_local_heads(model, rules, rank=rank, tp=tp)
 
 
 def _replay(
     name: str,
-    row: StyleRow,
     calls: Iterator[tuple[Tensor, Tensor]],
-    rank: int,
-    head: int | None,
+    inputs: Sequence[slice],
+    outputs: Sequence[slice],
     received: Tensor,
 ) -> Tensor:
     """Return this process's outputs of a projection, after a look at what it received."""
     wanted, returned = next(calls)
-    _compare(name, [received], [_part(wanted, rank) if row.takes == "part" else wanted])
-    if head is not None:
-        return returned.narrow(-1, rank * (returned.shape[-1] // head) // WAYS * head, head)
-    # The model may change what it gets in place.
-    return (_part(returned, rank) if row.gives == "part" else returned).clone()
+    _compare(name, [received], [_cut(wanted, inputs)])
+    # A copy, because the model may change what it gets in place.
+    return _cut(returned, outputs)
+
+
+def _cut(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
+    return torch.cat([tensor[..., at] for at in slices], -1)
 
 
 def _collect(
@@ -146,15 +147,11 @@ def _collect(
     return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 
-def _take_part(name: str, module: nn.Module, rank: int, dims: Mapping[str, int]) -> None:
+def _take_part(name: str, module: nn.Module, rank: int, tp: int, dims: Mapping[str, int]) -> None:
     table = parameter_table(module)
     for kind, parameter in list(module.named_parameters(recurse=False)):
         if (dim := dims.get(f"{name}.{kind}")) is not None:
-            table[kind] = nn.Parameter(parameter.detach().chunk(WAYS, dim)[rank])
-
-
-def _part(tensor: Tensor, rank: int) -> Tensor:
-    return tensor.chunk(WAYS, -1)[rank]
+            table[kind] = nn.Parameter(parameter.detach().chunk(tp, dim)[rank])
 
 
 def _compare(name: str, found: list[Tensor], wanted: list[Tensor]) -> None:
