@@ -27,10 +27,14 @@ from meshtrain.verify.verify_run import make_case
 # too.
 TENSOR = MeshPlan(dp_shard=1, tp=2)
 ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": TENSOR}
+# Under sequence parallelism where it applies.
+TOGETHER = "pipeline x tensor"
+BOTH = MeshPlan(pp=2, dp_shard=1, tp=2)
 # Dropout masks differ between meshes, so the plan is measured against itself.
 DROPOUT = "tensor with dropout"
-COLUMNS = (*ABILITIES, DROPOUT)
+COLUMNS = (*ABILITIES, TOGETHER, DROPOUT)
 FLAGS = "tensor, with flags"
+TENSOR_DEFAULTS = TensorPlan()
 PROVEN, REFUSED = "proven", "refused"
 WRONG = ("differs", "fails")
 
@@ -117,6 +121,7 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     # Of a multimodal type only the language model is proven, which has a class of its own.
     name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
     abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
+    abilities[TOGETHER] = prove_both(config)
     abilities[DROPOUT] = _drop(config)
     if only_defaults or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
@@ -162,7 +167,7 @@ def _prove_each(configs: Sequence[PretrainedConfig], *, pretrained: bool) -> lis
     try:
         proofs = prove_together(cases) if cases else []
     except RankError:
-        return [_try(config, TENSOR, pretrained=pretrained) for config in configs]
+        return [_try(config, TENSOR, TENSOR_DEFAULTS, pretrained=pretrained) for config in configs]
     return [_result(proof) for proof in proofs]
 
 
@@ -174,20 +179,30 @@ def _first(architecture: str | tuple[str, ...]) -> str:
     return architecture if isinstance(architecture, str) else architecture[0]
 
 
-def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
+def prove_both(config: PretrainedConfig) -> str:
+    """Return the result over pipeline and tensor, with sequence parallelism where it applies."""
+    split = TensorPlan(sequence_parallel=True)
+    result = _prove(config, BOTH, split)
+    if not result.startswith(REFUSED) or "sequence_parallel" not in result:
+        return result
+    without = _prove(config, BOTH)
+    return f"{without} without sequence parallelism; {result}" if without.startswith(PROVEN) else without
+
+
+def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS) -> str:
     """Return the result; if the initialization is refused, that with given weights."""
-    result = _try(config, mesh, pretrained=False)
+    result = _try(config, mesh, tensor, pretrained=False)
     if not result.startswith(REFUSED):
         # If it differs or fails, it is wrong, whatever the result without the initialization.
         return result
-    without = _try(config, mesh, pretrained=True)
+    without = _try(config, mesh, tensor, pretrained=True)
     if without == PROVEN:
         return f"{PROVEN} from pretrained weights; {result}"
     return result if without.startswith(REFUSED) else f"{without}, from pretrained weights; {result}"
 
 
-def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
-    return _reported(lambda: prove(_case(config, mesh, pretrained=pretrained)))
+def _try(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan, *, pretrained: bool) -> str:
+    return _reported(lambda: prove(_case(config, mesh, tensor, pretrained=pretrained)))
 
 
 def _drop(config: PretrainedConfig) -> str:
@@ -210,8 +225,10 @@ def _result(proof: Proof | DropoutProof) -> str:
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 
-def _case(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
-    plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type, config.to_dict())
+def _case(
+    config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS, *, pretrained: bool
+) -> ProofCase:
+    plan = with_family(ParallelPlan(tensor=tensor), config.model_type, config.to_dict())
     return make_case(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 
@@ -243,7 +260,8 @@ def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
         f"`meshtrain verify --models` wrote this table ({versions}). It trains a tiny copy of every causal-LM model",
         "type in float64: under a plan, and as the stock model in one process. A type is proven if loss, gradients,",
         "parameters after 3 steps of AdamW and evaluation loss differ by at most 1e-12. `pipeline x sharding` is",
-        "pp 2 x dp_shard 2; `tensor` is tp 2. `tensor, with flags` is tp 2 again, in variants of the configuration:",
+        "pp 2 x dp_shard 2; `tensor` is tp 2; `pipeline x tensor` is pp 2 x tp 2, with sequence parallelism where the",
+        "hidden states can be split. `tensor, with flags` is tp 2 again, in variants of the configuration:",
         "every boolean and choice that changes what the model computes, and how many heads share keys and values.",
         "Each pair of values occurs at least once. `-` means that this was not tried. `variants.json` keeps the",
         "proven flags, for the check before a run.",

@@ -334,12 +334,41 @@ def _alone_on_parts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[s
 def _blocks(name: str, module: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
     """Yield the style of a part of a layer, and of the blocks inside it that share an input."""
     found = _block(name, module, styles)
+    if found.get(name) == "whole_sequence" and name not in styles:
+        apart = _apart(name, module, styles)
+        found = found if apart is None else apart
     yield from found.items()
     if found.get(name) == "whole_sequence" and name not in styles:
         for child, inside in module.named_children():
             for below, style in _blocks(f"{name}.{child}", inside, styles):
                 if style == "shared_input":
                     yield below, style
+
+
+def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style] | None:
+    """Return the styles of the parts of a block that combines them on a part of the sequence.
+
+    BERT's output, for example, has a row-wise projection, and a norm on the sum of its result and
+    the hidden states.
+
+    Returns:
+        None if a part needs the full sequence.
+    """
+    if any(True for _ in module.parameters(recurse=False)):
+        return None
+    found: dict[str, Style] = {}
+    for child, inside in module.named_children():
+        below, is_ruled = f"{name}.{child}", f"{name}.{child}" in styles
+        if not any(True for _ in inside.parameters()) or (is_ruled and STYLES[styles[below]].takes_cut):
+            continue
+        of_child = _block(below, inside, styles)
+        if of_child.get(below) not in ("sequence_parallel", "shared_input"):
+            apart = None if is_ruled else _apart(below, inside, styles)
+            if apart is None:
+                return None
+            of_child = apart
+        found |= of_child
+    return found
 
 
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
