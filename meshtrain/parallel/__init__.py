@@ -20,7 +20,7 @@ tokens: a check of token ids.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -53,6 +53,7 @@ from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
+from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import Tie, TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
@@ -101,6 +102,7 @@ def build_pipeline(
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan), getattr(torch, plan.precision.compute))
+    _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()
     for stage in stages:
@@ -125,6 +127,13 @@ def build_pipeline(
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
+
+
+def _localize_borders(stages: Sequence[Stage], rules: TensorRules, mesh: DeviceMesh) -> None:
+    structure, tp = stages[0].structure, axis_size(mesh, TP)
+    # All stages share the structure.
+    if structure is not None and tp > 1 and may_cut_borders(structure, [it.channel.routes for it in stages]):
+        localize(structure, rules, axis_rank(mesh, TP), tp)
 
 
 def _tensor_rules(

@@ -20,6 +20,7 @@ from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import resolve_rules
 
 ADAM_STATES = 2
@@ -63,7 +64,7 @@ class Message:
     Attributes:
         stage: index of the stage that receives it.
         origin: where it comes from.
-        shape: for a microbatch, without sequence parallelism.
+        shape: for a microbatch on the first process of tp, without sequence parallelism.
         num_bytes: that one process sends.
         has_gradient: whether a gradient of the same size travels back.
     """
@@ -103,14 +104,18 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
     """
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
-    structure, routes = find_borders(model, layers, getattr(torch, plan.precision.compute))
+    full = copy.deepcopy(model)
+    unfuse(full, plan.tensor.fused)
+    structure, routes = find_borders(full, layers, getattr(torch, plan.precision.compute))
+    if plan.mesh.tp > 1 and may_cut_borders(structure, routes):
+        localize(structure, resolve_rules(full, plan.tensor), 0, plan.mesh.tp)
     trace = structure.at(rows, length)
-    parts = plan.mesh.tp if plan.tensor.sequence_parallel else 1
     found = []
     for stage, route in enumerate(routes):
         for value in route.received:
             key = value.captured_at.seen_in(trace).key
-            size = math.prod(key.shape) * key.dtype.itemsize // parts
+            is_split = plan.tensor.sequence_parallel and value.captured_at.follows_sequence(trace)
+            size = math.prod(key.shape) * key.dtype.itemsize // (plan.mesh.tp if is_split else 1)
             origin = value.captured_at.described(trace)
             found.append(Message(stage, origin, tuple(key.shape), size, key.dtype.is_floating_point))
     return found

@@ -328,23 +328,24 @@ def received_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> 
         batch: number of sequences of a microbatch.
         length: of its sequences, in tokens.
     """
-    return _split_over_tp(pipeline, stage.received_like(batch, length))
+    return _split_over_tp(pipeline, stage.received_like(batch, length), stage.received_follow_sequence())
 
 
 def sent_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> list[Tensor]:
     """Return meta tensors of the shapes that a stage sends; the arguments are as above."""
-    return _split_over_tp(pipeline, stage.sent_like(batch, length))
+    return _split_over_tp(pipeline, stage.sent_like(batch, length), stage.sent_follow_sequence())
 
 
-def _split_over_tp(pipeline: Pipeline, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _split_over_tp(pipeline: Pipeline, tensors: Sequence[Tensor], follow: Sequence[bool]) -> list[Tensor]:
     if not (pipeline.plan.tensor.sequence_parallel and sequence_is_split()):
         return list(tensors)
     tp = axis_size(pipeline.mesh, TP)
-    shapes = [(batch, length // tp, *rest) for batch, length, *rest in (tensor.shape for tensor in tensors)]
-    return [
-        tensor.new_empty(shape, requires_grad=tensor.requires_grad)
-        for tensor, shape in zip(tensors, shapes, strict=True)
-    ]
+    return [_split_shape(tensor, tp) if is_split else tensor for tensor, is_split in zip(tensors, follow, strict=True)]
+
+
+def _split_shape(tensor: Tensor, tp: int) -> Tensor:
+    batch, length, *rest = tensor.shape
+    return tensor.new_empty((batch, length // tp, *rest), requires_grad=tensor.requires_grad)
 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
 from meshtrain.parallel.cut.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.cut.stage import check_cut
+from meshtrain.parallel.cut.stage import check_cut, find_borders
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -33,9 +33,26 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         problems = list(_check_counts(pipeline, name, len(layers), stages))
         yield from problems
         if pp > 1 and not problems:
-            check_cut(model, resolve_layers(plan, model, batch))
+            sizes = resolve_layers(plan, model, batch)
+            check_cut(model, sizes)
+            if plan.tensor.sequence_parallel and plan.mesh.tp > 1:
+                yield from _check_split_borders(model, sizes)
     except UserError as error:
         yield from error.problems
+
+
+def _check_split_borders(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> Problems:
+    """Yield what stages send besides hidden states, if nothing tells whether it is split."""
+    structure, routes = find_borders(model, layers_per_stage)
+    trace = structure.trace
+    places = dict.fromkeys(value.captured_at for route in routes for value in route.received)
+    unknown = [place.described(trace) for place in places if place.follows_sequence(trace) is None]
+    if unknown:
+        yield Problem(
+            f"tensor.sequence_parallel: stages of a {type(model).__name__} also send other tensors ({unknown[0]}), and "
+            "nothing tells whether these are split",
+            "set it to false",
+        )
 
 
 def _check_counts(pipeline: PipelinePlan, name: str, num_layers: int, stages: int) -> Problems:

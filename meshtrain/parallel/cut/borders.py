@@ -38,6 +38,18 @@ class Place:
         leaves = {"input": call.inputs, "output": call.outputs, "written": call.written}
         return leaves[self.side][self.path]
 
+    def follows_sequence(self, trace: Trace) -> bool | None:
+        """Return whether sequence parallelism splits the tensor.
+
+        It splits the first result of a layer, and nothing that is computed outside of the layers.
+        None: nothing tells.
+        """
+        call = trace.calls[self.call]
+        if call.layer is not None and self.side == "output" and self.path == next(iter(call.outputs)):
+            return True
+        sources = [trace.calls[it] for it in self.seen_in(trace).sources if isinstance(it, int)]
+        return False if all(source.layer is None for source in sources) else None
+
     def described(self, trace: Trace) -> str:
         """Return the place in words."""
         name = trace.calls[self.call].name

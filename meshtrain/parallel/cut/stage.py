@@ -103,16 +103,33 @@ class Stage:
             batch: number of sequences.
             length: in tokens.
         """
-        return self._like([value.captured_at for value in self.channel.routes.received], batch, length)
+        return self._like(self._places_received(), batch, length)
 
     def sent_like(self, batch: int, length: int) -> list[Tensor]:
         """Return meta tensors of the shapes and formats that the stage sends for a microbatch.
 
         The arguments are those of `received_like`.
         """
+        return self._like(self._places_sent(), batch, length)
+
+    def received_follow_sequence(self) -> list[bool]:
+        """Return, for each received tensor, whether sequence parallelism splits it."""
+        return self._follow_sequence(self._places_received())
+
+    def sent_follow_sequence(self) -> list[bool]:
+        """Return, for each tensor that is sent, whether sequence parallelism splits it."""
+        return self._follow_sequence(self._places_sent())
+
+    def _follow_sequence(self, places: Sequence[Place]) -> list[bool]:
+        assert self.structure is not None, "a model in one piece receives nothing"
+        return [bool(place.follows_sequence(self.structure.trace)) for place in places]
+
+    def _places_received(self) -> list[Place]:
+        return [value.captured_at for value in self.channel.routes.received]
+
+    def _places_sent(self) -> list[Place]:
         routes = self.channel.routes
-        places = [it if isinstance(it, Place) else routes.received[it].captured_at for it in routes.sent]
-        return self._like(places, batch, length)
+        return [it if isinstance(it, Place) else routes.received[it].captured_at for it in routes.sent]
 
     def _like(self, places: Sequence[Place], batch: int, length: int) -> list[Tensor]:
         assert self.structure is not None, "a model in one piece receives nothing"

@@ -40,7 +40,7 @@ class Channel:
         captured: tensors for the next stage.
         position: number of the next call.
         device: of the pass.
-        arrive: changes each received tensor before its use.
+        arrive: changes each received tensor before its use, with its index.
     """
 
     routes: StageRoutes = field(default_factory=StageRoutes)
@@ -49,11 +49,12 @@ class Channel:
     captured: dict[Place, Tensor] = field(default_factory=dict)
     position: int = 0
     device: torch.device | None = None
-    arrive: Callable[[Tensor], Tensor] = lambda x: x
+    arrive: Callable[[int, Tensor], Tensor] = lambda _, x: x
 
     def begin(self, trace: Trace, received: Sequence[Tensor], device: torch.device) -> None:
         """Begin a forward pass."""
-        self.trace, self.received, self.device = trace, tuple(map(self.arrive, received)), device
+        self.received = tuple(self.arrive(index, tensor) for index, tensor in enumerate(received))
+        self.trace, self.device = trace, device
         self.captured, self.position = {}, 0
 
     def end(self) -> None:

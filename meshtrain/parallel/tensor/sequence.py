@@ -49,7 +49,8 @@ def shard_hidden_states(stage: Stage, group: ProcessGroup) -> None:
     if stage.is_last and stage.own_layers():
         stage.own_layers()[-1].register_forward_hook(join)
     elif stage.is_last:
-        stage.channel.arrive = lambda x: join_sequence(x, group) if sequence_is_split() else x
+        follow = stage.received_follow_sequence()
+        stage.channel.arrive = lambda index, x: join_sequence(x, group) if follow[index] and sequence_is_split() else x
 
 
 def join_hidden_states(output: ModelOutput, length: int, group: ProcessGroup) -> None:
