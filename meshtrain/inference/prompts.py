@@ -15,7 +15,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError, ModelError, UserError, name_some
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.inference.loading import ModelSource, find_model_source, pipeline_from
-from meshtrain.models.build import refusal_reason
+from meshtrain.models.refusals import refusal_reason
 from meshtrain.models.rotary import most_positions
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.process import check_devices, process_group
