@@ -30,7 +30,7 @@ def _half_line(half: LanguageHalf, num_parameters: int) -> str:
     kept = [f"{name} ({number:,})" for name, number in half.count_rest().items()]
     return (
         f"Only the language half of {type(half.whole).__name__} is trained, on text: {half.where} "
-        f"({num_parameters:,} parameters); {name_some(kept) or 'nothing else'} stays as it is"
+        f"({num_parameters:,} parameters). Left as they are: {name_some(kept) or 'no other parameters'}"
     )
 
 

@@ -56,6 +56,9 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
+    For the language half of a multimodal model, the whole folder is written: all other tensors and
+    files are copied from the one that the half came from.
+
     Args:
         checkpoint: a step-N directory, or a run directory, whose newest checkpoint is taken.
         folder: receives the model. It appears when it is complete.
@@ -69,6 +72,8 @@ def export_checkpoint(
         CheckpointError: if no intact checkpoint is found, the checkpoint lacks a tensor of the
             model or holds others, the folder is not empty or another process writes into it, or the
             disk is full.
+        ModelError: if the folder of a multimodal model, whose language half the checkpoint holds,
+            is gone or has changed.
     """
     check_new(folder)
     source = find_checkpoint(checkpoint)

@@ -21,7 +21,7 @@ from meshtrain.checkpoint.huggingface.mesh_export import (
 from meshtrain.checkpoint.huggingface.stock_tensors import stock_tensors
 from meshtrain.checkpoint.huggingface.whole import check_no_dtype, whole_layout, write_whole_description
 from meshtrain.config.mesh import PP
-from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.dtypes import dtype_name
@@ -42,6 +42,9 @@ def write_pretrained(
 ) -> None:
     """Write the model as a folder that stock `from_pretrained` loads. Collective.
 
+    For the language half of a multimodal model this is the whole folder: all other tensors and
+    files are copied from the one that the half came from.
+
     LoRA adapters are merged into the weights. The files are those of stock `save_pretrained`,
     whatever the mesh. The first process of every pipeline stage writes the tensors of that stage
     one by one, and holds one full tensor at a time. The other processes hold a copy of their own
@@ -58,9 +61,9 @@ def write_pretrained(
 
     Raises:
         CheckpointError: the same on all processes, if `dtype` is not a format for weights, the
-            folder is not empty or cannot be written, or the tensors are not those of the model.
-        ModelError: the same on all processes, if the model is the language half of a multimodal one
-            whose folder is gone or has changed.
+            folder is not empty or cannot be written, or the tensors are not those of the model. Of
+            the language half of a multimodal model also: a `dtype` is asked for, or the folder of
+            the whole model is gone or has changed.
     """
     model = pipeline.stages[0].model
     chosen = dtype or original_dtype(pipeline)
@@ -69,7 +72,7 @@ def write_pretrained(
             f"dtype = {chosen} is not a format that weights are saved in", f"pass torch.{', torch.'.join(FLOATS)}"
         )
     stock = stock_like(model, chosen)
-    with failing_together(ModelError):
+    with failing_together(CheckpointError):
         found = half_of(model.config)
         if found is not None:
             check_no_dtype("" if dtype is None else f"dtype = {dtype}")

@@ -4,6 +4,8 @@ The tensors of the half are written under the names, and in the number formats, 
 All others, such as those of the vision tower and the projector, are copied byte by byte.
 """
 
+import itertools
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import PretrainedConfig
 
 from meshtrain.checkpoint.huggingface.description import Tokenizer, save_tokenizer
 from meshtrain.checkpoint.huggingface.layout import Group, HubLayout, Tensors, layout_of, saved_tensors_of
-from meshtrain.errors import CheckpointError, name_some
+from meshtrain.errors import CheckpointError, ModelError, name_some
 from meshtrain.models.weights.hub_layout import Layout, find_layout
 from meshtrain.models.weights.safetensors_files import FileTensor, find_tensors
 from meshtrain.models.whole.folder import whole_config_at
@@ -51,35 +53,43 @@ def whole_layout(half: LanguageHalf, folder: Path) -> HubLayout:
     Raises:
         CheckpointError: if the folder has the half in a form that transformers reads, but does not
             write.
-        ModelError: if the weights of the folder cannot be read.
+        ModelError: if the weights of the folder cannot be read, or some are missing.
     """
     files = find_tensors(folder)
     read = find_layout(half.whole, files)
-    sources = _sources(half, read)
-    saved = saved_tensors_of(half.whole)
-    written = layout_of(
-        half.whole, {name: files[found[0]].dtype for name, found in sources.items() if found and name in saved}
-    )
-    own = {there: name for name, there in half.names.items()}
-    groups = [group for group in written.groups if group.stock[0] in own]
-    names = {hub: found for group in groups for hub, found in _names_in_files(group, sources, files).items()}
-    _check_names(folder, names, sources, written.tensors, files)
-    trained = {name: written.tensors[hub] for hub, found in names.items() for name in found}
-    kept = {name: tensor for name, tensor in files.items() if name not in trained}
+    if read.missing:
+        raise ModelError(
+            f"{folder} lacks weights of the model ({len(read.missing)}): {name_some(read.missing)}",
+            "use a folder that has them all",
+        )
+    sources, saved = _sources(half, read), saved_tensors_of(half.whole)
+    formats = {name: files[found[0]].dtype for name, found in sources.items() if found and name in saved}
+    written, own = layout_of(half.whole, formats), {there: name for name, there in half.names.items()}
+    copies, plain, groups = dict[str, list[str]](), set[str](), list[Group]()
+    for group in written.groups:
+        if group.stock[0] not in own:
+            continue
+        stored = read.converted.isdisjoint(group.stock)
+        plain |= {*group.stock} if stored else set()
+        # Of a tensor that is stored as it is in the model, there may be a copy: a tied head.
+        found = {name: sources[name] for name in group.stock} if stored else _paired(group, sources)
+        copies |= found
+        groups.append(Group(tuple(own[name] for name in group.stock), tuple(itertools.chain(*found.values()))))
+    made = {**{name: saved[name].to(formats[name]) for name in plain}, **written.tensors}
+    trained = {name: made[origin] for origin, names in copies.items() for name in names}
+    _check_names(folder, trained, sources, files)
 
     def convert(full: Tensors) -> Tensors:
-        made = written.convert({half.names[name]: tensor for name, tensor in full.items()})
-        return {name: tensor for hub, tensor in made.items() for name in names[hub]}
+        state = {half.names[name]: tensor for name, tensor in full.items()}
+        tensors = state if plain.issuperset(state) else written.convert(state)
+        return {name: tensor for origin, tensor in tensors.items() for name in copies[origin]}
 
     return HubLayout(
-        {name: trained[name] if name in trained else _on_meta(files[name]) for name in files},
+        {name: trained[name] if name in trained else _on_meta(tensor) for name, tensor in files.items()},
         {own[name]: dtype for name, dtype in written.dtypes.items() if name in own},
-        tuple(
-            Group(tuple(own[name] for name in group.stock), tuple(name for hub in group.hub for name in names[hub]))
-            for group in groups
-        ),
+        tuple(groups),
         convert,
-        kept=kept,
+        kept={name: tensor for name, tensor in files.items() if name not in trained},
     )
 
 
@@ -119,20 +129,21 @@ def _sources(half: LanguageHalf, read: Layout) -> dict[str, list[str]]:
     return sources
 
 
-def _names_in_files(
-    group: Group, sources: Mapping[str, list[str]], files: Mapping[str, FileTensor]
-) -> dict[str, list[str]]:
-    """Return name that transformers would write -> names in the files, of a group."""
-    if len(group.stock) == len(group.hub) == 1:
-        return {group.hub[0]: sources[group.stock[0]]}
-    return {hub: [hub] if hub in files else [] for hub in group.hub}
+def _paired(group: Group, sources: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return name that transformers would write -> name in the files, of a converted group.
+
+    The names may differ in what all of them begin with, as in old files.
+    """
+    files = [*dict.fromkeys(name for stock in group.stock for name in sources[stock])]
+    here, there = (len(os.path.commonprefix(names)) for names in (group.hub, files))  # noqa: RUF071 - no paths
+    by_rest = {name[there:]: name for name in files}
+    return {name: [by_rest[name[here:]]] if name[here:] in by_rest else [name] for name in group.hub}
 
 
 def _check_names(
     folder: Path,
-    names: Mapping[str, list[str]],
+    trained: Mapping[str, Tensor],
     sources: Mapping[str, list[str]],
-    written: Mapping[str, Tensor],
     files: Mapping[str, FileTensor],
 ) -> None:
     """Check that every trained tensor of the files is written, in the form that it has there.
@@ -140,15 +151,13 @@ def _check_names(
     Raises:
         CheckpointError: naming tensors for which this is not so.
     """
-    covered = {name for found in names.values() for name in found}
-    lost = [name for found in sources.values() for name in found if name not in covered]
-    # The number of rows may differ: a run may enlarge the vocabulary.
-    lost += [name for hub, found in names.items() for name in found if files[name].shape[1:] != written[hub].shape[1:]]
-    lost += [hub for hub, found in names.items() if not found]
-    if lost:
+    others = [name for found in sources.values() for name in found if name not in trained]
+    # The number of rows may differ, because a run may enlarge the vocabulary.
+    others += [name for name, one in trained.items() if name not in files or files[name].shape[1:] != one.shape[1:]]
+    if others:
         raise CheckpointError(
             f"{folder} has weights of the language half in a form that transformers reads, but does not write: "
-            f"{name_some(list(dict.fromkeys(lost)), 3)}",
+            f"{name_some(list(dict.fromkeys(others)), 3)}",
             "load the folder with its stock class, and train from what its save_pretrained writes",
         )
 

@@ -1,7 +1,10 @@
 """Refuse images, videos and sounds in records: only text is trained on."""
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from meshtrain.config.problems import shortened
 
 IMAGE_KEYS = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 """Keys under which data sets for multimodal models keep what is not text."""
@@ -22,7 +25,8 @@ def check_no_images(record: Mapping[str, Any], *, but: Collection[str] = (), str
     for key in IMAGE_KEYS:
         value = record.get(key)
         if key not in but and value and (strings or not isinstance(value, str)):
-            raise ValueError(f'the key "{key}" holds {type_name(value)} beside the text, and {TEXT_ALONE}')
+            what = json.dumps(value) if isinstance(value, str) else type_name(value)
+            raise ValueError(f'the key "{key}" holds {shortened(what)} beside the text, and {TEXT_ALONE}')
 
 
 def type_name(value: object) -> str:

@@ -50,6 +50,7 @@ class Layout:
         contested: copy -> original of the ties for which the files have both ends.
         is_converted: whether the layout of the files differs from that of the modules.
         sources: name in the stock model's state -> names in the files that it is made of.
+        converted: those names in the state whose tensors are not stored as they are in the model.
     """
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Layout:
     contested: dict[str, str] = field(default_factory=dict)
     is_converted: bool = False
     sources: dict[str, list[str]] = field(default_factory=dict)
+    converted: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -98,6 +100,7 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
             continue
         for name, output in outputs.items():
             layout.sources[name] = group.names
+            layout.converted.add(name)
             if name not in state:
                 layout.unexpected += group.names
             elif output.shape == state[name].shape or not _note_incomplete(stock, name, state, group, layout):
