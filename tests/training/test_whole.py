@@ -22,6 +22,7 @@ from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.tokenizer_training import train_tokenizer
 from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.report import show_run
 from meshtrain.training.resolve import resolve_run
@@ -149,6 +150,9 @@ def test_enlarged_vocabulary_is_in_the_configuration_of_the_whole_model(tmp_path
     assert model.config.text_config.vocab_size == VOCABULARY + 1
     assert model.get_input_embeddings().weight.shape[0] == VOCABULARY + 1
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("<|new|>") == VOCABULARY
+    # Generation loads the folder too, with the Auto class of its type.
+    decoding = Decoding(3, temperature=0.0)
+    assert generate_texts(str(tmp_path / "out"), ["model reads"], decoding)[0].startswith("model reads")
 
 
 def test_changed_and_missing_folders_are_refused(tmp_path: Path) -> None:
