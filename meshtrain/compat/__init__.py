@@ -5,6 +5,7 @@ with). `tests/compat` fails when a library changes.
 
 autograd.py        torch's autograd and dispatcher
 casts.py           float64 in modeling code that casts to float32
+causal_head.py     a causal LM class of transformers for a text model
 datatrove.py       the executor of datatrove
 dcp.py             torch's distributed checkpoints
 distributed.py     torch.distributed: process groups, flight recorder, pipelines, DDP

@@ -68,6 +68,15 @@ def copy_expert_implementation(source: PretrainedConfig, target: PretrainedConfi
     target._experts_implementation = source._experts_implementation
 
 
+def commit_of(config: PretrainedConfig) -> str | None:
+    """Return the commit of the hub that a configuration was downloaded from; None for a local one.
+
+    Why: a run records which files it read, and `to_dict` leaves the commit out.
+    Holds: transformers 5.17 to 5.23.
+    """
+    return getattr(config, "_commit_hash", None)
+
+
 def note_reads(config: PretrainedConfig, note: Callable[[str], object]) -> PretrainedConfig:
     """Return a copy of a configuration that calls `note` with each name that is read.
 

@@ -16,9 +16,10 @@ from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError, ModelError
-from meshtrain.models.build import build_meta_model, load_hf_config, refusal_reason, stored_generation_config
+from meshtrain.models.build import build_meta_model, load_hf_config, stored_generation_config
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.refusals import refusal_reason
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline

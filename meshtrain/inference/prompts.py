@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError, ModelError, UserError, name_some
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.inference.loading import ModelSource, find_model_source, pipeline_from
-from meshtrain.models.build import refusal_reason
+from meshtrain.models.refusals import refusal_reason
 from meshtrain.models.rotary import most_positions
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.process import check_devices, process_group
@@ -121,7 +129,7 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(found.directory)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
+        loaded: Any = _auto_class(found).from_pretrained(found.directory, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{found} does not hold a complete model with its tokenizer: {refusal_reason(error)}", "export it again"
@@ -138,6 +146,13 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
         )
     device: Any = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, model.to(device)
+
+
+def _auto_class(found: ModelSource) -> Any:
+    """Return the Auto class that loads a folder: that of some multimodal types is another."""
+    kind = type(AutoConfig.from_pretrained(found.directory))
+    is_multimodal = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
 
 
 def _encode(

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -35,15 +33,14 @@ from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids
+from meshtrain.models.refusals import FAILURES, REFUSALS, refusal_reason
 from meshtrain.models.rotary import probed
 from meshtrain.models.undeclared import changes_others, names_used
 from meshtrain.models.values import value_problems
+from meshtrain.models.whole.causal_class import causal_class, is_half
+from meshtrain.models.whole.folder import with_language_half
 
-# Errors that transformers raises for a value of the wrong type, or one that contradicts another.
-REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
-# Errors of the code of transformers and torch when it computes with a value that nothing checked.
-FAILURES = (ArithmeticError, LookupError, RuntimeError)
-MOST_MODULES, LONGEST_REASON = 500_000, 600
+MOST_MODULES = 500_000
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -59,10 +56,17 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
         _check_values(build({}), model, lambda name: changes_others(build, name, model.config[name]))
         config = build(model.config)
     else:
-        config = _config_at(model)
+        assert model.path is not None
+        config = with_language_half(_config_at(model), model.path)
         _check_values(config, model, lambda name: False)
+        if is_half(config) and "tie_word_embeddings" in model.config:
+            raise ModelError(
+                f"model.config.tie_word_embeddings: {model.path} is the folder of a multimodal model, which decides it",
+                "leave it out",
+            )
         _change(config, model.config)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
+    has_class = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or causal_class(config) is not None
+    if not has_class and not model.trust_remote_code:
         raise ModelError(
             f"model type {config.model_type!r} has no causal language model in transformers", "use one that has"
         )
@@ -86,7 +90,9 @@ def build_meta_model(
         ModelError: if transformers refuses the configuration.
     """
     attention = attention or attention_implementation(config)
-    _check_attention(config, attention)
+    # Some language halves have no class of their own until it is made.
+    model_class = causal_class(config)
+    _check_attention(config, attention, model_class)
     try:
         with torch.device("meta"), _few_modules(config.model_type):
             model = AutoModelForCausalLM.from_config(
@@ -291,9 +297,10 @@ class _Operators(OperatorMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
+def _check_attention(
+    config: PretrainedConfig, attention: str | None, model_class: type[PreTrainedModel] | None
+) -> None:
     # A class from custom code is not in the mapping. transformers checks it.
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not supports_sdpa(model_class):
         raise ModelError(
             f"attention = 'sdpa': transformers does not support it for {config.model_type!r}",
@@ -329,18 +336,3 @@ def _check_names(config: PretrainedConfig, model: ModelConfig, changes: Callable
             problems.append(f"{dotted(('model', 'config', name))}: {config.model_type} has no such value{hint}")
     if problems:
         raise ModelError(problems)
-
-
-def refusal_reason(error: Exception) -> str:
-    """Return the reason of an error in one line.
-
-    The checks of configuration values store the reason in the cause of the error.
-    """
-    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        return shortened(str(error.__cause__), LONGEST_REASON)
-    if isinstance(error, KeyError):
-        # Its text is the missing key alone, such as the name of an activation function.
-        return shortened(f"it does not know {error}", LONGEST_REASON)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # A first line that ends with a colon introduces the next ones.
-    return shortened(" ".join(lines) if lines[0].endswith(":") else lines[0], LONGEST_REASON)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 
 from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import ModelError
-from meshtrain.models.build import REFUSALS, refusal_reason
+from meshtrain.models.refusals import REFUSALS, refusal_reason
 from meshtrain.models.rotary import rope_tables
+from meshtrain.models.whole.causal_class import WHOLE_KEY, is_half
 
 HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
 SHORT = 8
@@ -172,6 +174,9 @@ def shrink(
         raise ModelError(f"a {config.model_type} configuration has no number of layers{parts}")
     try:
         small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads, keys=keys) | _small_rope(text, short))
+        if is_half(text):
+            # A tiny copy has no folder, but the class that is made for a language half.
+            setattr(small, WHOLE_KEY, True)
         if text is config:
             return small
         return type(config)(**_values(config) | _small_parts(config) | {"text_config": small.to_dict()})
@@ -227,6 +232,9 @@ def _small_rope(config: Any, short: int) -> dict[str, Any]:
     tables = rope_tables(config)
     kinds = {str(table.get("rope_type")) for table in tables.values()}
     values: dict[str, Any] = {}
+    if any("mrope_section" in table for table in tables.values()):
+        parts = {layers: _small_sections(table) for layers, table in tables.items()}
+        values["rope_parameters"] = parts.get(None) or config.rope_parameters | parts
     if "longrope" in kinds:
         small: dict[Any, Any] = {layers: _small_longrope(table, short) for layers, table in tables.items()}
         values["rope_parameters"] = small.get(None) or config.rope_parameters | small
@@ -235,6 +243,16 @@ def _small_rope(config: Any, short: int) -> dict[str, Any]:
     if any("dynamic" in kind for kind in kinds):
         values[_own_name(config, "max_position_embeddings")] = short
     return values
+
+
+def _small_sections(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table whose sections, for time, height and width, share the pairs of a tiny head."""
+    if "mrope_section" not in table:
+        return dict(table)
+    sections = table["mrope_section"]
+    pairs = int(HEAD_SIZE * table.get("partial_rotary_factor", 1.0)) // 2
+    ends = [round(pairs * sum(sections[:number]) / sum(sections)) for number in range(len(sections) + 1)]
+    return {**table, "mrope_section": [end - start for start, end in pairwise(ends)]}
 
 
 def _small_longrope(table: Mapping[str, Any], short: int) -> dict[str, Any]:

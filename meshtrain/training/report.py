@@ -3,6 +3,8 @@
 from meshtrain import console
 from meshtrain.config.toml import plan_hash
 from meshtrain.console import BYTES_PER_MB
+from meshtrain.errors import name_some
+from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.training.resolve import ResolvedRun
@@ -23,8 +25,19 @@ def show_plan(resolved: ResolvedRun) -> None:
     console.line(_batch_equation(resolved))
 
 
+def _half_line(half: LanguageHalf, num_parameters: int) -> str:
+    """Return which half of a multimodal model is trained, and what stays."""
+    kept = [f"{name} ({number:,})" for name, number in half.count_rest().items()]
+    return (
+        f"Only the language half of {type(half.whole).__name__} is trained, on text: {half.where} "
+        f"({num_parameters:,} parameters). Left as they are: {name_some(kept) or 'no other parameters'}"
+    )
+
+
 def _show_plan_table(resolved: ResolvedRun) -> None:
     """Print a resolved plan as a table, without the rules of its family."""
+    if resolved.half is not None:
+        console.line(_half_line(resolved.half, resolved.model.num_parameters()))
     plan, model = resolved.plan, resolved.model
     rows = [
         ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtrain.checkpoint.huggingface.whole import whole_layout
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
@@ -19,6 +20,8 @@ from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.rotary import constant_length
+from meshtrain.models.whole.folder import described_half, files_identity, is_local, whole_folder
+from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
@@ -37,6 +40,7 @@ class ResolvedRun:
         model: the stock model on the meta device.
         plan: the plan with the rules of the family, and without open settings.
         batch: shape of the batches.
+        half: where the model is in a multimodal one, if it is the language half of one.
     """
 
     config: RunConfig
@@ -44,6 +48,7 @@ class ResolvedRun:
     model: PreTrainedModel
     plan: ParallelPlan
     batch: BatchShape
+    half: LanguageHalf | None = None
 
     def exported_config(self, end_id: int) -> PretrainedConfig:
         """Return the Hugging Face configuration that an exported model has.
@@ -85,7 +90,22 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     data = config.data
     batch = BatchShape(config.global_batch_size, config.micro_batch_size, data.sequence_length, data.pad_to_multiple_of)
     plan = resolve_plan(plan, model, batch, world_size or _natural_world_size(config.plan))
-    return ResolvedRun(config, hf_config, model, plan, batch)
+    return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))
+
+
+def _find_half(hf_config: PretrainedConfig) -> LanguageHalf | None:
+    """Return where a model is in a multimodal one, and check that it can be written back.
+
+    Raises:
+        UserError: if the folder of the whole model is gone, has changed, or cannot be written back.
+    """
+    half = described_half(hf_config)
+    if half is not None and is_local(hf_config):
+        folder = whole_folder(hf_config)
+        # A folder without weights may be checked, and its language half trained from random ones.
+        if files_identity(folder):
+            whole_layout(half, folder)
+    return half
 
 
 def _load_config(config: RunConfig) -> PretrainedConfig:

@@ -14,6 +14,7 @@ from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.storage.location import errors_in_one_line, local_path
 from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import CheckpointError, Problem
+from meshtrain.models.whole.causal_class import WHOLE_KEY, is_half
 from meshtrain.runtime.agreement import failing_together, raise_together
 from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
@@ -73,6 +74,9 @@ def kind_differences(manifest: Manifest, config: PretrainedConfig, places: tuple
 def config_values(config: PretrainedConfig) -> dict[str, Any]:
     """Return the values of a configuration that describe a model, as if read from a file."""
     values = {name: value for name, value in config.to_dict().items() if name not in _VOLATILE}
+    if is_half(config):
+        # The folder of the whole model may have moved, but not changed.
+        values[WHOLE_KEY] = getattr(config, WHOLE_KEY)["files"]
     # One of the two sides was read from JSON, which has string keys and no tuples.
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

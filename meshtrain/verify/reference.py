@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
+from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, with_noise
 
@@ -41,6 +42,8 @@ def build_stock(
     hf_config: PretrainedConfig, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build the stock model in float64, initialized by transformers alike in every process."""
+    # The ranks of a proof are new processes, in which the class of a language half is not made yet.
+    causal_class(hf_config)
     torch.manual_seed(SEED)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.float64, attn_implementation=attention, trust_remote_code=trust_remote_code

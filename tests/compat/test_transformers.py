@@ -3,12 +3,21 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3VLTextConfig,
+    Qwen3VLTextModel,
+)
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.compat import initialization, peft
 from meshtrain.compat import transformers as compat
 from meshtrain.compat.casts import float32_casts_lifted
+from meshtrain.compat.causal_head import add_causal_class
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 
@@ -41,6 +50,30 @@ def test_properties_of_a_model() -> None:
     assert compat.checkpoint_of(layer) is len
     assert compat.named_function(layer, "eager_attention_forward") is not None
     assert compat.named_function(layer, "nothing") is None
+
+
+def test_causal_class_of_a_text_model_is_like_a_stock_one() -> None:
+    config = Qwen3VLTextConfig(**SIZES, head_dim=8, num_key_value_heads=1, tie_word_embeddings=True)
+    kind = add_causal_class(Qwen3VLTextModel, Qwen3VLTextConfig)
+    made = AutoModelForCausalLM.from_config(config)
+    assert type(made) is kind
+    assert kind.__name__ == "Qwen3VLTextForCausalLM"
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    assert compat.tensor_plan(made)["lm_head"] == "colwise_gather_output"
+    assert compat.named_function(made, "eager_attention_forward") is not None
+    ids = torch.arange(12).view(2, 6)
+    output = made(input_ids=ids, labels=ids)
+    expected = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    assert made(input_ids=ids, logits_to_keep=1).logits.shape == (2, 1, 32)
+    assert made.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 9)
+
+
+def test_configurations_of_files_have_no_commit() -> None:
+    config = model().config
+    assert compat.commit_of(config) is None
+    vars(config)["_commit_hash"] = "abc"
+    assert compat.commit_of(config) == "abc"
 
 
 def test_reads_of_a_configuration_are_recorded() -> None:

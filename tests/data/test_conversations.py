@@ -152,6 +152,21 @@ def test_completions_are_trained_on_with_their_end_token(tmp_path):
             'a text in "messages" holds half a surrogate pair, which stands for no character',
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}, TALK[1]]},
+            CHATML,
+            'message 1 holds "image" as part 2 of its "content", and meshtrain trains on text alone',
+        ),
+        (
+            {"messages": [{**TALK[0], "images": ["x.png"]}, TALK[1]]},
+            CHATML,
+            'message 1: the key "images" holds a list beside the text, and meshtrain trains on text alone',
+        ),
+        (
+            {"messages": TALK[:2], "image": "x.png"},
+            CHATML,
+            'the key "image" holds "x.png" beside the text, and meshtrain trains on text alone',
+        ),
+        (
             {"messages": [{"role": "system", "content": "x"}, *TALK]},
             STRICT,
             "the chat template refuses it: no system",
@@ -163,7 +178,7 @@ def test_completions_are_trained_on_with_their_end_token(tmp_path):
             "be found; put {% generation %} and {% endgeneration %} around it in the template",
         ),
     ],
-    ids=["key", "type", "role", "nobody", "surrogate", "refused", "forgetful"],
+    ids=["key", "type", "role", "nobody", "surrogate", "part", "images", "image", "refused", "forgetful"],
 )
 def test_record_with_nothing_to_train_on_is_reported(tmp_path, record, template, problem):
     good = {"messages": TALK[:2]}
@@ -224,6 +239,17 @@ def test_bytes_in_a_table_are_not_taken_for_text(tmp_path):
     parquet.write_table(arrow.table({"messages": [[{"role": "assistant", "content": b"4"}]]}), path)
     with pytest.raises(DataError, match=r'the column "messages" \(data.messages_key\) holds list<.*and not text; fix'):
         prepare_data(config.model_copy(update={"format": "chat"}))
+
+
+def test_column_of_images_is_refused(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "talk.parquet"
+    config = configure(tmp_path, [], CHATML).model_copy(update={"train": [str(path)]})
+    pictures = [[{"bytes": b"PNG", "path": "x.png"}]]
+    parquet.write_table(arrow.table({"messages": [TALK], "text": ["x"], "images": pictures}), path)
+    for changes in ({}, {"format": "text", "form": "packed"}):
+        with pytest.raises(DataError, match=r'talk.parquet: the column "images" holds list<.* beside the text, and '):
+            prepare_data(config.model_copy(update=changes))
 
 
 def test_row_with_bad_utf8_costs_one_row(tmp_path):

@@ -94,6 +94,9 @@ BROKEN = {
     '{"text": true}': 'the key "text" (data.text_key) holds a boolean and not text',
     '{"text": {"a": 1}}': 'the key "text" (data.text_key) holds an object and not text',
     '{"text": "\\ud83e"}': 'the text of "text" holds half a surrogate pair, which stands for no character',
+    '{"text": "a", "image": {"path": "x.png"}}': (
+        'the key "image" holds an object beside the text, and meshtrain trains on text alone'
+    ),
     "[" * 100_000: "maximum recursion depth exceeded",
 }
 

@@ -7,6 +7,7 @@
 - `adapters`: gather LoRA adapters, to write them or to merge them into the weights.
 - `stock_tensors`: how the tensors of the stock model are made of ours.
 - `layout`: names, shapes, number formats and files that stock `save_pretrained` writes.
+- `whole`: write the folder of a multimodal model back, with a trained language half.
 - `writer`: write safetensors files one tensor at a time.
 - `description`: write configuration, generation configuration and tokenizer.
 """

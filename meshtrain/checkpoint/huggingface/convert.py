@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from meshtrain import console
 from meshtrain.checkpoint.dcp.store import write_checkpoint
@@ -20,6 +21,7 @@ from meshtrain.errors import CheckpointError
 from meshtrain.models.build import build_meta_model, load_hf_config, stock_class
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
+from meshtrain.models.whole.causal_class import is_half
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
@@ -86,14 +88,17 @@ def _import(folder: Path, root: Location) -> None:
                 root,
                 weights_of(pipeline),
                 manifest=weights_manifest(pipeline),
-                huggingface=lambda directory: _copy_beside_weights(folder, directory),
+                huggingface=lambda directory: _describe(folder, directory, hf_config),
                 retention=Retention(newest=1),
             )
     console.line(f"{checkpoint} holds the weights of {stock_class(model).__name__}; train from it with model.path")
 
 
-def _copy_beside_weights(folder: Path, directory: Path) -> None:
+def _describe(folder: Path, directory: Path, config: PretrainedConfig) -> None:
     for pattern in _BESIDE_WEIGHTS:
         for file in folder.glob(pattern):
             if file.name != INDEX_NAME:
                 shutil.copy(file, directory)
+    if is_half(config):
+        # The configuration of the folder is that of the whole model.
+        config.save_pretrained(directory)

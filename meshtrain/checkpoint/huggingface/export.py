@@ -27,7 +27,8 @@ from meshtrain.checkpoint.huggingface.layout import (
     stock_class_named,
 )
 from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor, stock_tensors
-from meshtrain.checkpoint.huggingface.writer import FileWriter, write_index
+from meshtrain.checkpoint.huggingface.whole import check_no_dtype, whole_layout, write_whole_description
+from meshtrain.checkpoint.huggingface.writer import FileWriter, copy_kept, write_index
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import (
     HUGGINGFACE_NAME,
@@ -43,6 +44,8 @@ from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
 from meshtrain.models.dtypes import dtype_name
+from meshtrain.models.whole.causal_class import causal_class
+from meshtrain.models.whole.folder import half_config_at, half_of, whole_config_at
 from meshtrain.runtime.location import Location
 
 ORIGINAL = "original"
@@ -52,6 +55,9 @@ def export_checkpoint(
     checkpoint: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
+
+    For the language half of a multimodal model, the whole folder is written: all other tensors and
+    files are copied from the one that the half came from.
 
     Args:
         checkpoint: a step-N directory, or a run directory, whose newest checkpoint is taken.
@@ -66,13 +72,15 @@ def export_checkpoint(
         CheckpointError: if no intact checkpoint is found, the checkpoint lacks a tensor of the
             model or holds others, the folder is not empty or another process writes into it, or the
             disk is full.
+        ModelError: if the folder of a multimodal model, whose language half the checkpoint holds,
+            is gone or has changed.
     """
     check_new(folder)
     source = find_checkpoint(checkpoint)
     if source != checkpoint:
         console.line(f"{source} is the newest checkpoint")
     manifest = _write_folder(source, folder, dtype, max_shard_size)
-    console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
+    console.line(f"{folder} holds {_shown(folder, manifest)} of step {manifest.step}")
 
 
 def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -90,7 +98,13 @@ def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_si
             f"{shown_location(source)} {found}", "use a folder that save_parallelized wrote, or a step-N directory"
         )
     manifest = _write_folder(source, folder, dtype, max_shard_size)
-    console.line(f"{folder} holds {manifest.architecture}")
+    console.line(f"{folder} holds {_shown(folder, manifest)}")
+
+
+def _shown(folder: Path, manifest: Manifest) -> str:
+    """Return the name of the class in a folder: the language half is within a whole model."""
+    whole = whole_config_at(folder)
+    return manifest.architecture if whole is None else f"{(whole.architectures or ['?'])[0]} with the language half"
 
 
 def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> dict[str, StockTensor]:
@@ -134,10 +148,19 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
         model = _stock_model(description, manifest, chosen)
         if model is not None:
             check_names(source, {name: tensor.shape for name, tensor in tensors.items()}, model)
-        exceptions = {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()}
-        layout = layout_of(model, exceptions) if model is not None else _module_layout(metadata, tensors, chosen)
+        found = None if model is None else half_of(model.config)
+        if found is not None:
+            check_no_dtype(f"--dtype {dtype}" if dtype != ORIGINAL else "")
+            layout = whole_layout(*found)
+        elif model is not None:
+            layout = layout_of(model, {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()})
+        else:
+            layout = _module_layout(metadata, tensors, chosen)
         with written_completely(folder) as temporary:
-            _copy_description(description, temporary, manifest, chosen)
+            if found is not None and model is not None:
+                write_whole_description(temporary, found[1], model.config, None, origin=description)
+            else:
+                _copy_description(description, temporary, manifest, chosen)
             _write_tensors(temporary, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
     return manifest
 
@@ -154,10 +177,13 @@ def _chosen_dtype(dtype: str, description: Path, manifest: Manifest) -> torch.dt
 def _stock_model(description: Path, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel | None:
     """Return the model on meta, or None for a class with its own code, which is not run here."""
     kind = stock_class_named(manifest.architecture)
-    if kind is None:
-        return None
-    assert kind.config_class is not None
-    return stock_model(kind, kind.config_class.from_pretrained(description), dtype)
+    if kind is not None:
+        assert kind.config_class is not None
+        return stock_model(kind, kind.config_class.from_pretrained(description), dtype)
+    # The class of some language halves is not in transformers.
+    config = half_config_at(description)
+    kind = None if config is None else causal_class(config)
+    return None if kind is None or config is None else stock_model(kind, config, dtype)
 
 
 def _module_layout(metadata: Metadata, tensors: dict[str, StockTensor], dtype: torch.dtype) -> HubLayout:
@@ -195,6 +221,7 @@ def _write_tensors(folder: Path, layout: HubLayout, max_shard_size: int | str, r
                 files.write(name, tensor)
                 advance(tensor.nbytes)
         files.close()
+        copy_kept(folder, layout, plan, advance)
     write_index(folder, layout, plan)
 
 

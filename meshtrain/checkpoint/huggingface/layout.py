@@ -7,7 +7,7 @@ group holds the tensors that are made of one another, and only one group is in m
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import transformers
@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 
 from meshtrain.compat.transformers import kept_dtypes, never_saved, set_weight_conversions
 from meshtrain.errors import CheckpointError, name_some
+from meshtrain.models.weights.safetensors_files import FileTensor
 
 FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 MAX_SHARD_SIZE = "5GB"
@@ -56,6 +57,7 @@ class HubLayout:
         groups: in the order of the files.
         convert: from the full tensors of a group, by stock name, to those of the folder.
         num_parameters: of the model, for the index. None: the index does not contain it.
+        kept: hub name -> tensor of another folder that is copied byte by byte. It is in no group.
     """
 
     tensors: Tensors
@@ -63,6 +65,7 @@ class HubLayout:
     groups: tuple[Group, ...]
     convert: Callable[[Tensors], Tensors]
     num_parameters: int | None = None
+    kept: Mapping[str, FileTensor] = field(default_factory=dict)
 
 
 def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None = None) -> HubLayout:

@@ -16,7 +16,7 @@ from meshtrain import console
 from meshtrain.checkpoint.huggingface.adapters import Merging
 from meshtrain.checkpoint.huggingface.layout import FilePlan, Group, HubLayout
 from meshtrain.checkpoint.huggingface.stock_tensors import Shape, StockTensor
-from meshtrain.checkpoint.huggingface.writer import FileWriter, find_lost_files, write_index
+from meshtrain.checkpoint.huggingface.writer import FileWriter, copy_kept, find_lost_files, write_index
 from meshtrain.checkpoint.storage.named_folder import (
     cannot_write,
     check_new,
@@ -141,6 +141,7 @@ def _begin(folder: Path, temporary: Path, describe: Callable[[Path], None]) -> N
 
 
 def _finish(folder: Path, temporary: Path, layout: HubLayout, plan: FilePlan) -> None:
+    copy_kept(temporary, layout, plan)
     if lost := find_lost_files(temporary, layout, plan):
         raise CheckpointError(lost)
     write_index(temporary, layout, plan)
@@ -176,7 +177,10 @@ class _Writing:
         self._rank = dist.get_rank()
         self._files = FileWriter(temporary, layout, plan)
         owner_of = {name: self._owner(group) for group in layout.groups for name in group.hub}
-        self._writers = {file: owner_of[names[0]] for file, names in plan.files.items()}
+        # The first rank writes files that only hold tensors of another folder, when all are done.
+        self._writers = {
+            file: next((owner_of[name] for name in names if name in owner_of), 0) for file, names in plan.files.items()
+        }
         self._error: OSError | None = None
 
     def run(self, folder: Path) -> str | None:
@@ -184,7 +188,11 @@ class _Writing:
 
         A process that cannot write continues to receive, because others would wait for it.
         """
-        mine = [name for name, file in self._plan.file_of.items() if self._writers[file] == self._rank]
+        mine = [
+            name
+            for name, file in self._plan.file_of.items()
+            if self._writers[file] == self._rank and name not in self._layout.kept
+        ]
         total_bytes = sum(self._layout.tensors[name].nbytes for name in mine)
         # In a user's own script, every process might print.
         shown = console.progress("save", max(1, total_bytes), unit="MB") if is_first_rank() else _unseen()

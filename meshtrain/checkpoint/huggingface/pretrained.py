@@ -19,14 +19,16 @@ from meshtrain.checkpoint.huggingface.mesh_export import (
     write_live_folder,
 )
 from meshtrain.checkpoint.huggingface.stock_tensors import stock_tensors
+from meshtrain.checkpoint.huggingface.whole import check_no_dtype, whole_layout, write_whole_description
 from meshtrain.config.mesh import PP
 from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.dtypes import dtype_name
+from meshtrain.models.whole.folder import half_of
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
-from meshtrain.runtime.agreement import check_alike, is_first_rank, raise_together
+from meshtrain.runtime.agreement import check_alike, failing_together, is_first_rank, raise_together
 
 
 def write_pretrained(
@@ -39,6 +41,9 @@ def write_pretrained(
     origin: Path | None = None,
 ) -> None:
     """Write the model as a folder that stock `from_pretrained` loads. Collective.
+
+    For the language half of a multimodal model this is the whole folder: all other tensors and
+    files are copied from the one that the half came from.
 
     LoRA adapters are merged into the weights. The files are those of stock `save_pretrained`,
     whatever the mesh. The first process of every pipeline stage writes the tensors of that stage
@@ -56,7 +61,9 @@ def write_pretrained(
 
     Raises:
         CheckpointError: the same on all processes, if `dtype` is not a format for weights, the
-            folder is not empty or cannot be written, or the tensors are not those of the model.
+            folder is not empty or cannot be written, or the tensors are not those of the model. Of
+            the language half of a multimodal model also: a `dtype` is asked for, or the folder of
+            the whole model is gone or has changed.
     """
     model = pipeline.stages[0].model
     chosen = dtype or original_dtype(pipeline)
@@ -65,7 +72,11 @@ def write_pretrained(
             f"dtype = {chosen} is not a format that weights are saved in", f"pass torch.{', torch.'.join(FLOATS)}"
         )
     stock = stock_like(model, chosen)
-    layout = layout_of(stock)
+    with failing_together(CheckpointError):
+        found = half_of(model.config)
+        if found is not None:
+            check_no_dtype("" if dtype is None else f"dtype = {dtype}")
+        layout = layout_of(stock) if found is None else whole_layout(*found)
     plan = plan_files(layout, max_shard_size)
     folder = folder.absolute()
     with groups_for_saving() as groups:
@@ -75,9 +86,16 @@ def write_pretrained(
         # All processes raise the same error, because `live.shapes` is the same on all.
         check_names("the parallel model", live.shapes, stock)
         describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
+        if found is not None:
+            describe = partial(
+                write_whole_description, folder=found[1], config=model.config, tokenizer=tokenizer, origin=origin
+            )
         write_live_folder(folder, layout, plan, live, describe=describe)
     if is_first_rank():
-        console.line(f"{folder} holds {type(stock).__name__} in {dtype_name(chosen)}")
+        what = f"{type(stock).__name__} in {dtype_name(chosen)}"
+        if found is not None:
+            what = f"{type(found[0].whole).__name__} with the trained language half"
+        console.line(f"{folder} holds {what}")
 
 
 def original_dtype(pipeline: Pipeline) -> torch.dtype:

@@ -8,7 +8,7 @@ Format: github.com/huggingface/safetensors, README.
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from meshtrain.checkpoint.huggingface.layout import FilePlan, HubLayout
 from meshtrain.errors import Problem
-from meshtrain.models.weights.safetensors_files import INDEX_NAME
+from meshtrain.models.weights.safetensors_files import INDEX_NAME, FileTensor
+
+COPIED_BYTES = 16 * 2**20
+"""A tensor of another folder is copied in pieces of this size."""
 
 # In the order in which the library sorts them: large formats first, so that every tensor is
 # aligned.
@@ -59,6 +62,42 @@ def find_lost_files(folder: Path, layout: HubLayout, plan: FilePlan) -> list[Pro
                 )
             )
     return problems
+
+
+def copy_kept(folder: Path, layout: HubLayout, plan: FilePlan, advance: Callable[[int], None] = lambda _: None) -> None:
+    """Copy the tensors that come from another folder, after all others are written.
+
+    Args:
+        folder: to write into. Files without other tensors do not exist yet.
+        layout: names the tensors to copy.
+        plan: the file of every tensor.
+        advance: called with the number of bytes that were copied.
+    """
+    for name, members in plan.files.items():
+        kept = [hub for hub in members if hub in layout.kept]
+        header, offsets = _header({hub: layout.tensors[hub] for hub in members})
+        if kept and not (folder / name).exists():
+            (folder / name).write_bytes(header)
+        if kept:
+            with (folder / name).open("r+b") as file:
+                for hub in kept:
+                    file.seek(offsets[hub])
+                    _copy_bytes(layout.kept[hub], file, advance)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _copy_bytes(tensor: FileTensor, file: BinaryIO, advance: Callable[[int], None]) -> None:
+    left = math.prod(tensor.shape) * tensor.dtype.itemsize
+    with tensor.path.open("rb") as source:
+        source.seek(tensor.start)
+        while left:
+            part = source.read(min(left, COPIED_BYTES))
+            if not part:
+                raise OSError(f"{tensor.path} ends within {tensor.name}")
+            file.write(part)
+            advance(len(part))
+            left -= len(part)
 
 
 class FileWriter:

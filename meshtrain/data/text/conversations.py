@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from meshtrain.data.text.chat_template import ChatTemplate
 from meshtrain.data.text.corpus import RecordForm
-from meshtrain.data.text.records import Fields, checked_text, type_name
+from meshtrain.data.text.images import TEXT_ALONE, check_no_images, type_name
+from meshtrain.data.text.records import Fields, checked_text
 
 ASSISTANT = "assistant"
 
@@ -82,6 +83,7 @@ def _checked_messages(messages: Any, key: str, setting: str) -> list[dict[str, A
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise ValueError(f'message {number} has no "role"')
+        _check_is_text(message, number)
     if all(message["role"] != ASSISTANT for message in messages):
         raise ValueError(f'no message is of the role "{ASSISTANT}": there is nothing to train on')
     try:
@@ -89,6 +91,25 @@ def _checked_messages(messages: Any, key: str, setting: str) -> list[dict[str, A
     except UnicodeEncodeError:
         raise ValueError(f'a text in "{key}" holds half a surrogate pair, which stands for no character') from None
     return messages
+
+
+def _check_is_text(message: dict[str, Any], number: int) -> None:
+    """Check that a message holds no images: many templates would only leave them out.
+
+    Raises:
+        ValueError: naming the message and the field.
+    """
+    content = message.get("content")
+    for place, part in enumerate(content if isinstance(content, list) else (), 1):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise ValueError(
+                f'message {number} holds {json.dumps(kind)} as part {place} of its "content", and {TEXT_ALONE}'
+            )
+    try:
+        check_no_images(message)
+    except ValueError as error:
+        raise ValueError(f"message {number}: {error}") from None
 
 
 def _spans(

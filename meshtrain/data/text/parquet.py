@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtrain.data.text.byte_streams import DamagedError
+from meshtrain.data.text.images import IMAGE_KEYS, TEXT_ALONE
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError, name_some, reason_of
 
@@ -76,6 +77,7 @@ def _read_batches(
             table = arrow.parquet.ParquetFile(stream)
             for key, setting in keys.items():
                 _check_column(arrow, table.schema_arrow, key, setting, of_texts=of_texts)
+            _check_no_images(arrow, table.schema_arrow, keys)
             group, before = _find_group(table.metadata, first_row)
             groups = range(group, table.metadata.num_row_groups)
             columns = list(keys) if of_texts else None
@@ -97,6 +99,18 @@ def _check_column(arrow: Any, schema: Any, key: str, setting: str, *, of_texts: 
     is_text = arrow.types.is_string(of_values) or arrow.types.is_large_string(of_values)
     if _holds_bytes(arrow, of_values) or (of_texts and not is_text):
         raise DamagedError(f'the column "{key}" ({setting}) holds {kind} and not text')
+
+
+def _check_no_images(arrow: Any, schema: Any, keys: Mapping[str, str]) -> None:
+    """Check that no column holds images, which reading the texts alone would leave out silently.
+
+    Other columns may be empty, and are checked row by row if they are read.
+    """
+    for key in IMAGE_KEYS:
+        if key in schema.names and key not in keys:
+            kind = schema.field(key).type
+            if arrow.types.is_struct(kind) or _holds_bytes(arrow, kind):
+                raise DamagedError(f'the column "{key}" holds {kind} beside the text, and {TEXT_ALONE}')
 
 
 def _holds_bytes(arrow: Any, kind: Any) -> bool:

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshtrain.data.text.chunks import Chunk, not_utf8
+from meshtrain.data.text.images import check_no_images, type_name
 from meshtrain.errors import name_some
 
 BEGINNINGS = (b"[", b"{", b"[{")
 """The first line of a JSON file that does not hold one record per line."""
-
-OTHER_TYPES = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 class Text(NamedTuple):
@@ -51,7 +50,10 @@ def parse(chunk: Chunk, text_key: str, *, setting: str) -> Iterator[Text | BadRe
     if chunk.kind == "lines":
         for location, line in _lines(chunk):
             try:
-                text = checked_text(_load_fields(line, {text_key: setting})[text_key], text_key, setting)
+                record = _load_fields(line, {text_key: setting})
+                # Beside a text, a string is often the address of a picture on the same page.
+                check_no_images(record, but=(text_key,), strings=False)
+                text = checked_text(record[text_key], text_key, setting)
                 yield Text(text, ends_document=True, location=location)
             except (ValueError, RecursionError) as error:
                 yield BadRecord(f"{location}: {error}", is_damage=False)
@@ -74,7 +76,9 @@ def parse_fields(chunk: Chunk, keys: Mapping[str, str]) -> Iterator[Fields | Bad
     if chunk.kind == "lines":
         for location, line in _lines(chunk):
             try:
-                yield Fields(_load_fields(line, keys), location)
+                record = _load_fields(line, keys)
+                check_no_images(record, but=keys)
+                yield Fields(record, location)
             except (ValueError, RecursionError) as error:
                 yield BadRecord(f"{location}: {error}", is_damage=False)
     elif chunk.kind in ("problem", "damage"):
@@ -130,8 +134,3 @@ def checked_text(text: object, key: str, setting: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f'the text of "{key}" holds half a surrogate pair, which stands for no character') from None
     return text
-
-
-def type_name(value: object) -> str:
-    """Return the JSON name of the type of a value."""
-    return "null" if value is None else "text" if isinstance(value, str) else OTHER_TYPES[type(value)]

@@ -49,6 +49,8 @@ class Layout:
         misfits: messages of the conversion about tensors that do not fit together.
         contested: copy -> original of the ties for which the files have both ends.
         is_converted: whether the layout of the files differs from that of the modules.
+        sources: name in the stock model's state -> names in the files that it is made of.
+        converted: those names in the state whose tensors are not stored as they are in the model.
     """
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -57,6 +59,8 @@ class Layout:
     misfits: list[str] = field(default_factory=list)
     contested: dict[str, str] = field(default_factory=dict)
     is_converted: bool = False
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    converted: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -85,7 +89,7 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
     for first, group in groups.items():
         if group.converter is None:
             (tensor,) = (tensor for found in group.sources.values() for tensor in found)
-            layout.tensors[first] = lazy_tensor_in_file(tensor)
+            layout.tensors[first], layout.sources[first] = lazy_tensor_in_file(tensor), group.names
             continue
         try:
             outputs = _convert(stock, first, group, in_work)
@@ -95,6 +99,8 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
                 layout.misfits.append(f"{first} cannot be built from {name_some(group.names, 3)}: {reason}")
             continue
         for name, output in outputs.items():
+            layout.sources[name] = group.names
+            layout.converted.add(name)
             if name not in state:
                 layout.unexpected += group.names
             elif output.shape == state[name].shape or not _note_incomplete(stock, name, state, group, layout):

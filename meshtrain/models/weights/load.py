@@ -1,6 +1,7 @@
 """Load pretrained weights: every process reads only its own slices of the safetensors files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from meshtrain.models.weights.hub_layout import Layout, find_layout
 from meshtrain.models.weights.lazy_tensor import LazyTensor
 from meshtrain.models.weights.operations import Ranges
 from meshtrain.models.weights.safetensors_files import find_tensors
+from meshtrain.models.whole.folder import half_in_folder
 from meshtrain.runtime.agreement import failing_together
 
 # The two ends of a tie are compared in pieces of this size.
@@ -57,7 +59,7 @@ def load_shards(
     pinned = any(local_tensor(parameter).device.type == "cuda" for parameter in parameters.values())
     with BlockReader(pinned=pinned) as reader:
         with failing_together(ModelError):
-            layout = find_layout(stock, find_tensors(source))
+            layout = find_layout_in(source, stock)
             if problems := _problems(source, stock, layout, enlarge_vocabulary=enlarge_vocabulary):
                 raise ModelError(problems)
         with failing_together(ModelError):
@@ -65,6 +67,25 @@ def load_shards(
             _fill(parameters, lazy_tensors, reader)
             if problems := _contradictions(parameters, lazy_tensors, layout.contested, source, reader):
                 raise ModelError(problems)
+
+
+def find_layout_in(source: Path, stock: PreTrainedModel) -> Layout:
+    """Find every tensor of a model's state in a folder of this model, or of a multimodal one.
+
+    Raises:
+        ModelError: if files are missing or broken, or the model is not part of the multimodal one.
+    """
+    tensors = find_tensors(source)
+    half = half_in_folder(source, stock)
+    if half is None:
+        return find_layout(stock, tensors)
+    layout = find_layout(half.whole, tensors)
+    own = {there: name for name, there in half.names.items()}
+    return replace(
+        layout,
+        tensors={name: layout.tensors[there] for name, there in half.names.items() if there in layout.tensors},
+        contested={own[copy]: own[of] for copy, of in layout.contested.items() if copy in own and of in own},
+    )
 
 
 def _problems(source: Path, stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> list[str]:

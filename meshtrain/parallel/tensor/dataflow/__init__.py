@@ -27,9 +27,10 @@ from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import attention_implementation, build, set_attention_implementation, supports_sdpa
 from meshtrain.config.plan import Style
 from meshtrain.errors import ModelError
-from meshtrain.models.build import REFUSALS, refusal_reason, stock_class, stock_model
+from meshtrain.models.build import stock_class, stock_model
 from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
+from meshtrain.models.refusals import REFUSALS, refusal_reason
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel, labels_of
