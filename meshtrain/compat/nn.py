@@ -1,6 +1,5 @@
 """torch.nn: the tables of a module, and changes to a single module without its class."""
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -22,18 +21,6 @@ def parameter_table(module: Any) -> dict[str, Any]:
     Holds: torch 2.11 to 2.13.
     """
     return module._parameters
-
-
-def with_own_table(module: T) -> T:
-    """Return a shallow copy of a module whose table of parameters is its own.
-
-    Why: a rule of initialization fills other parameters in the place of the module's.
-    `copy.copy` shares the table, and `copy.deepcopy` copies the values.
-    Holds: torch 2.11 to 2.13.
-    """
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = dict(module._parameters)
-    return twin
 
 
 def module_table(module: Any) -> dict[str, Any]:
