@@ -1,5 +1,6 @@
 """Plans that do not fit are refused with exact messages; plans that fit are resolved."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -429,6 +430,18 @@ def test_projection_that_cuts_its_input_needs_the_full_sequence() -> None:
         "tensor.styles: model.layers.*.mlp.down_proj is 'rowwise_split_input', which needs the full sequence, but with "
         "tensor.sequence_parallel each process has a part of it; set tensor.sequence_parallel = false",
     )
+
+
+def test_module_that_the_forward_pass_replaces_is_refused() -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+    make = partial(meta_model, "big_bird", "eager", vocab_size=64, is_decoder=True, **small)
+    plan = make_plan(mesh={"tp": 2})
+    assert problems(plan, make()) == (
+        "tensor.styles: the forward pass of BigBirdForCausalLM replaces bert.encoder.layer.*.attention.self by a new "
+        "module, which would not draw dropout and compute for the part of one process; choose a configuration with "
+        "which its modules stay, or set mesh.tp = 1",
+    )
+    resolve_plan(plan, make(attention_type="original_full"), BATCH, 2)
 
 
 def test_indivisible_heads_are_refused() -> None:

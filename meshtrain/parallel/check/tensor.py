@@ -205,6 +205,13 @@ def _check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems
     if not flow.ran:
         # Only rules of the user can get here: rules are never derived from layers that do not run.
         return
+    if flow.replaced:
+        yield Problem(
+            f"tensor.styles: the forward pass of {type(model).__name__} replaces "
+            f"{as_pattern(next(iter(flow.replaced)))} by a new module, which would not draw dropout and compute for "
+            "the part of one process",
+            "choose a configuration with which its modules stay, or set mesh.tp = 1",
+        )
     yield from dict.fromkeys(_of_modules(flow, rules)) or _of_layers(flow, type(model).__name__)
 
 
