@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, activations, initialization
+from transformers import PreTrainedModel
 
 from meshtrain.compat.initialization import (
     computed_in,
@@ -176,22 +176,7 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     forget_sequences(model)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     with counted_as(model, stock_class(model)), computed_in(dtype):
-        _initialize_activations(model)
         model.initialize_weights()
-
-
-def _initialize_activations(model: nn.Module) -> None:
-    """Fill the parameters and buffers of activations, such as xIELU.
-
-    The only rule that transformers has for them is their constructor.
-    """
-    for module in model.modules():
-        kind = next((kind for kind in type(module).__mro__ if kind.__module__ == activations.__name__), None)
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        if kind is not None and own:
-            new = kind()
-            for name, tensor in own.items():
-                initialization.copy_(tensor, getattr(new, name))
 
 
 def _complete_buffers(model: PreTrainedModel) -> None:
