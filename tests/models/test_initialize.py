@@ -262,7 +262,7 @@ def test_buffer_without_a_value_is_refused() -> None:
     assert refusal(EmptyBuffer) == "EmptyBuffer has no rule for its buffer table, so it cannot be built on meta"
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030)])
+@pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030), (70, 40, 30, 1)])
 def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
     tensor = fill(shape, "a")
     assert bool(tensor.isfinite().all())
@@ -274,6 +274,12 @@ def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
 def test_tile_depends_on_its_position_and_not_on_the_tensor_size() -> None:
     small, large = fill((TILE_ROWS, TILE_COLUMNS), "a"), fill((3 * TILE_ROWS, 2 * TILE_COLUMNS), "a")
     assert torch.equal(large[:TILE_ROWS, :TILE_COLUMNS], small)
+
+
+def test_small_matrices_of_a_convolution_share_tiles() -> None:
+    draws = []
+    fill((2 * TILE_ROWS, TILE_COLUMNS, 1, 1), "a", lambda tile, generator: draws.append(tile.fill_(1.0)))
+    assert len(draws) == 2
 
 
 @pytest.mark.parametrize("kind", ["normal_", "uniform_", "trunc_normal_"])

@@ -169,11 +169,11 @@ def test_another_seed_gives_different_weights() -> None:
 
 
 def fill_sharded_tensors() -> list[bool]:
-    """Fill tensors of 1 to 3 dimensions under several placements, and compare with the full one."""
+    """Fill tensors of 1 to 4 dimensions under several placements, and compare with the full one."""
     use_small_tiles()
     mesh = init_device_mesh("cpu", (2, 2))
     same = []
-    for shape in ((23,), (37, 31), (5, 23, 31)):
+    for shape in ((23,), (37, 31), (5, 23, 31), (13, 7, 3, 2)):
         whole = torch.empty(shape)
         fill(whole)
         placements = [
@@ -198,7 +198,7 @@ def fill(tensor: Tensor) -> None:
 
 def test_any_shard_of_any_dimension_is_part_of_the_full_tensor() -> None:
     for same in run_on_ranks(4, fill_sharded_tensors):
-        assert len(same) == 4 + 9 + 16
+        assert len(same) == 4 + 9 + 16 + 25
         assert all(same)
 
 
