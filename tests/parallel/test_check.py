@@ -24,9 +24,12 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.probe_inputs import PROBE_LENGTH
 from meshtrain.parallel import check
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.cut import probe
+from meshtrain.parallel.cut.trace import trace_parts
 from tests.parity import DYNAMIC, GPT2, LLAMA
 from tests.tiny import tiny_config
 
@@ -719,3 +722,17 @@ def test_check_leaves_the_model_unchanged() -> None:
     assert model.training
     assert model.lm_head.weight is model.transformer.wte.weight
     assert TensorPlan() == make_plan().tensor
+
+
+def test_check_traces_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def trace_counted(*args: Any, length: int) -> Any:
+        lengths.append(length)
+        return trace_parts(*args, length=length)
+
+    monkeypatch.setattr(probe, "trace_parts", trace_counted)
+    layers_of({"layers_per_stage": "balanced"})
+    assert lengths == [PROBE_LENGTH]
+    layers_of({"layers_per_stage": "balanced"})
+    assert lengths == [PROBE_LENGTH] * 2, "another model may differ"

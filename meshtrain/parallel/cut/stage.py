@@ -185,7 +185,8 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
-    structure, routes = find_borders(model, layers_per_stage)
+    structure = probe_structure(model)
+    routes = _routes(structure, layers_per_stage)
     received: Any = ()
     try:
         for index in range(len(layers_per_stage)):
@@ -246,11 +247,14 @@ def find_borders(
         ModelError: for a class whose parts cannot be divided among stages.
     """
     structure = probe_structure(_traceable(model, compute))
+    return structure, _routes(structure, layers_per_stage)
+
+
+def _routes(structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
     try:
-        stages = Stages(structure.trace, layers_per_stage, structure.layers_name)
-        return structure, find_routes(structure.trace, stages)
+        return find_routes(structure.trace, Stages(structure.trace, layers_per_stage, structure.layers_name))
     except NotCuttableError as error:
-        raise cannot_be_cut(model, str(error)) from error
+        raise cannot_be_cut(structure.model, str(error)) from error
 
 
 def _cut_one(
