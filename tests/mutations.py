@@ -228,10 +228,15 @@ def _set_a_value(case: Case, chance: random.Random) -> str:
     return _in_file(case, chance, change)
 
 
+@cache
+def _keys(kind: str) -> list[tuple[str, ...]]:
+    return keys_of(json_schema("run" if kind == "run" else "plan"))
+
+
 def _set_any_key(case: Case, chance: random.Random) -> str:
     def change(table: dict[str, Any], kind: str) -> str:
         schema = json_schema("run" if kind == "run" else "plan")
-        key = chance.choice(keys_of(schema))
+        key = chance.choice(_keys(kind))
         words = choices(subschema(schema, key) or {})
         value = chance.choice(words) if words and chance.random() < 0.4 else _value(chance)
         _put(table, key, value)
@@ -309,7 +314,7 @@ def _damage_bytes(case: Case, chance: random.Random) -> str:
 
 
 def _override(case: Case, chance: random.Random) -> str:
-    keys = [*keys_of(json_schema("run")), *_model_keys(_shipped(case.name)[0]["model"]["type"])]
+    keys = [*_keys("run"), *_model_keys(_shipped(case.name)[0]["model"]["type"])]
     key, value = ".".join(chance.choice(keys)), _value(chance)
     try:
         text = tomli_w.dumps({"k": value}).partition("=")[2].strip() if chance.random() < 0.5 else str(value)

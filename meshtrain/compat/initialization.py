@@ -42,15 +42,6 @@ def forget_marks(*owners: nn.Module | Tensor) -> None:
         vars(owner).pop(_MARK, None)
 
 
-def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
-    """Run a model's initialization rule on a module, which need not belong to it.
-
-    Why: the public method runs the rules for all modules of the model.
-    Holds: transformers 5.17 to 5.23.
-    """
-    model._initialize_weights(module)
-
-
 @contextmanager
 def functions_replaced(
     replace: Callable[[str, Callable[..., Tensor]], Callable[..., Tensor]], copy: Callable[[Tensor, Tensor], Tensor]

@@ -35,18 +35,6 @@ def parameter_table(module: Any) -> dict[str, Any]:
     return module._parameters
 
 
-def with_own_table(module: T) -> T:
-    """Return a shallow copy of a module whose table of parameters is its own.
-
-    Why: a rule of initialization fills other parameters in the place of the module's.
-    `copy.copy` shares the table, and `copy.deepcopy` copies the values.
-    Holds: torch 2.11 to 2.13.
-    """
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = dict(module._parameters)
-    return twin
-
-
 def module_table(module: Any) -> dict[str, Any]:
     """Return the table of a module's own children; changes to it take effect.
 

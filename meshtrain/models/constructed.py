@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of, tensors_in
 
@@ -49,7 +50,7 @@ class ConstructedTensors:
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         recorder = _Recorder()
-        with recorder:
+        with recorder, _Constants(recorder):
             model = build()
         self._operations = recorder.operations
         self._tensors = {
@@ -107,7 +108,28 @@ class _Recorder(OperatorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         took = [_view(tensor) for tensor in tensors_in((args, kwargs or {}))]
         result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, took, result)
+        return result
+
+    def note(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], took: "list[_View]", result: Any
+    ) -> None:
+        """Keep a call and the tensors of its result."""
         if given := tensors_in(result):
             self._kept += [tensor.detach() for tensor in given]
-            self.operations.append(_Operation(func, args, kwargs or {}, took, [_view(tensor) for tensor in given]))
+            self.operations.append(_Operation(function, args, kwargs, took, [_view(tensor) for tensor in given]))
+
+
+class _Constants(TorchFunctionMode):
+    """Mode that keeps the tensors that are made of numbers, which no operator shows on meta."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and not tensors_in((args, kwargs)):
+            # The default number format may be another one when the call is repeated.
+            self._recorder.note(func, args, {**(kwargs or {}), "dtype": result.dtype}, [], result)
         return result

@@ -10,12 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtrain.compat.autograd import OperatorMode, memory_of, tensors_in
-from meshtrain.compat.initialization import (
-    Rule,
-    initialize_module,
-    is_marked,
-)
-from meshtrain.compat.nn import parameter_table, with_own_table
+from meshtrain.compat.initialization import Rule, is_marked
+from meshtrain.compat.nn import parameter_table
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.models.tiles import fill_tiles, seeded_by
@@ -33,15 +29,13 @@ class Filler:
     def __init__(self, seed: int, names: dict[int, str]) -> None:
         self.seed, self.names = seed, names
         self.filled: set[int] = set()
-        # Parameters that the present rule must leave as they are.
-        self.kept: set[int] = set()
         self.is_busy = False
 
     def replace(self, kind: str, original: InitFunction) -> InitFunction:
         """Return what runs instead of an init function: it fills this process's part."""
 
         def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
-            if tensor.is_meta or id(tensor) in self.kept or _is_on_another_stage(tensor):
+            if tensor.is_meta or _is_on_another_stage(tensor):
                 return tensor
             self.is_busy = True
             try:
@@ -71,7 +65,7 @@ class Filler:
 
     def copy(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Fill a tensor with a value that the rule has computed for the full tensor."""
-        if is_marked(tensor) or id(tensor) in self.kept or _is_on_another_stage(tensor):
+        if tensor.is_meta or is_marked(tensor) or _is_on_another_stage(tensor):
             return tensor
         self.is_busy = True
         try:
@@ -108,19 +102,16 @@ class Rules:
         model: with materialized parameters.
         seed: of the run.
         filler: replaces the init functions.
-        copies: (id of a module, name) of the parameters that its rule must not fill.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int, filler: Filler, copies: set[tuple[int, str]]) -> None:
-        self._model, self._seed, self._filler, self._copies = model, seed, filler, copies
+    def __init__(self, model: PreTrainedModel, seed: int, filler: Filler) -> None:
+        self._seed, self._filler = seed, filler
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = [*model.modules()]
-        self._parameters = {memory_of(local_tensor(parameter)): parameter for parameter in model.parameters()}
+        self._parameters = {memory_of(local_tensor(p)): p for p in model.parameters() if not p.is_meta}
 
     def run(self, module: nn.Module, rule: Rule) -> None:
         """Run a rule; its random values are the same on any mesh."""
-        table = parameter_table(module)
-        self._filler.kept = {id(table[kind]) for owner, kind in self._copies if owner == id(module)}
         full: dict[nn.Parameter, nn.Parameter] = {}
         while True:
             with seeded_by(f"{self._seed}|{self._names.get(id(module))}"), self._fused_in_full(module):
@@ -145,15 +136,6 @@ class Rules:
                 for kind, value in (written or {}).items():
                     for parameter, part in child.split(kind, value):
                         self._filler.keep_part(parameter, part)
-
-    def run_for_copy(self, parameter: nn.Parameter, original: nn.Module) -> None:
-        """Fill the copy of a tied weight by the rule of a module on another stage."""
-        twin = with_own_table(original)
-        for kind, own in parameter_table(original).items():
-            if own is not None and own.shape == parameter.shape:
-                parameter_table(twin)[kind] = parameter
-        self._copies, self._modules = set(), [twin]
-        initialize_module(self._model, twin)
 
     def _run_with(
         self, full: Mapping[nn.Parameter, nn.Parameter], rule: Rule, padding: int | None

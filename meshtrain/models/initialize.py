@@ -5,11 +5,11 @@ values are drawn tile by tile.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, activations, initialization
+from transformers import PreTrainedModel
 
 from meshtrain.compat.initialization import (
     computed_in,
@@ -63,45 +63,34 @@ def materialize(
 
 
 @torch.no_grad()
-def initialize_weights(
-    model: PreTrainedModel,
-    *,
-    seed: int,
-    names: Mapping[str, str],
-    originals: Mapping[str, nn.Module] = MappingProxyType({}),
-) -> None:
+def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str, str]) -> None:
     """Fill all parameters and buffers of a materialized model or stage with initial values.
 
     The values follow the rules of Hugging Face, and those of peft for adapters.
 
     Args:
         model: its parameters may be DTensors. Stubs without parameters may replace modules that
-            other stages hold.
+            other stages hold. What is on the meta device stays as it is.
         seed: of the run.
         names: parameter name in the stock model -> FQN that seeds its values. The copy of a tied
             weight on another stage uses the name of the original, so both are equal without
             communication.
-        originals: name of the copy of a tied weight whose original is on another stage -> the
-            module of the original, on the meta device. Its rule fills the copy.
 
     Raises:
         ModelError: for a parameter that neither a rule nor a constructor fills.
     """
     with without_adapters(model) as adapters:
-        _initialize_stock(model, seed, names, originals)
+        _initialize_stock(model, seed, names)
         initialize_adapters(model, adapters, seed=seed)
 
 
-def _initialize_stock(
-    model: PreTrainedModel, seed: int, names: Mapping[str, str], originals: Mapping[str, nn.Module]
-) -> None:
-    parameters = dict(model.named_parameters())
+def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str]) -> None:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     filler = Filler(seed, {id(parameter): names[name] for name, parameter in parameters.items()})
-    rules = Rules(model, seed, filler, _copies(model, originals))
-    with functions_replaced(filler.replace, filler.copy), rules_wrapped(rules.run):
-        _apply_hf_rules(model)
-        for name, original in originals.items():
-            rules.run_for_copy(parameters[name], original)
+    with _originals_only(model):
+        rules = Rules(model, seed, filler)
+        with functions_replaced(filler.replace, filler.copy), rules_wrapped(rules.run):
+            _apply_hf_rules(model)
     _fill_as_constructed(
         model, seed, filler, {names[n]: p for n, p in parameters.items() if id(p) not in filler.filled}
     )
@@ -109,15 +98,32 @@ def _initialize_stock(
     _complete_buffers(model)
 
 
-def _copies(model: PreTrainedModel, originals: Mapping[str, nn.Module]) -> set[tuple[int, str]]:
-    """Return (id of the module, name) of the parameters that have the values of another module.
+@contextmanager
+def _originals_only(model: PreTrainedModel) -> Iterator[None]:
+    """Hide tied weights from their second places, such as the head, while the block runs.
 
-    In the stock model, tied weights have the values that the rule of the original gives them.
+    In the stock model, tied weights have the values that the rules give to the original. A rule
+    fills them by their place: it belongs to their module, or to any module around it.
     """
     held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = {copied for copied, source in model.all_tied_weights_keys.items() if {copied, source} <= held}
-    owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in tied | originals.keys()]
-    return {(id(model.get_submodule(owner)), kind) for owner, kind in owners}
+    ties = {copied: source for copied, source in model.all_tied_weights_keys.items() if {copied, source} <= held}
+    # One module may have both names. Its weight then has one place.
+    firsts = {_place(model, source) for source in ties.values()}
+    seconds = {_place(model, copied) for copied in ties} - firsts
+    parameters = [(parameter_table(module), kind, module.get_parameter(kind)) for module, kind in seconds]
+    for table, kind, parameter in parameters:
+        hidden = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        table[kind] = nn.Parameter(hidden, requires_grad=False)
+    try:
+        yield
+    finally:
+        for table, kind, parameter in parameters:
+            table[kind] = parameter
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, kind = name.rpartition(".")
+    return model.get_submodule(owner), kind
 
 
 def _fill_as_constructed(
@@ -170,27 +176,13 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     forget_sequences(model)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     with counted_as(model, stock_class(model)), computed_in(dtype):
-        _initialize_activations(model)
         model.initialize_weights()
-
-
-def _initialize_activations(model: nn.Module) -> None:
-    """Fill the parameters and buffers of activations, such as xIELU.
-
-    The only rule that transformers has for them is their constructor.
-    """
-    for module in model.modules():
-        kind = next((kind for kind in type(module).__mro__ if kind.__module__ == activations.__name__), None)
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        if kind is not None and own:
-            new = kind()
-            for name, tensor in own.items():
-                initialization.copy_(tensor, getattr(new, name))
 
 
 def _complete_buffers(model: PreTrainedModel) -> None:
     """Fill the buffers that no rule fills with what the constructor of the model gives them."""
-    empty = {n: buffer for n, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()}
+    own = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    empty = {name: buffer for name, buffer in own.items() if buffer.is_floating_point() and buffer.isnan().any()}
     if not empty:
         return
     constructed = ConstructedTensors(lambda: stock_like(model))

@@ -7,7 +7,8 @@ CPU, so the result depends neither on the mesh nor on the kind of device.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +32,10 @@ def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object]
         return
     sizes = [1] * (2 - tensor.dim()) + list(tensor.shape)
     indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
+    if math.prod(sizes[-2:]) < TILE_ROWS * TILE_COLUMNS:
+        # A convolution has a tiny matrix for each pair of channels: a million of them, in audio
+        # encoders. They share tiles.
+        sizes, indices = _as_matrix(sizes, indices)
     *leading, rows, columns = indices
     target = torch.empty([len(index) for index in indices], dtype=torch.float32)
     for position in itertools.product(*(range(len(index)) for index in leading)):
@@ -44,6 +49,14 @@ def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object]
                 kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
                 target[position][local_rows, local_columns] = kept
     local.copy_(target.view(local.shape))
+
+
+def _as_matrix(sizes: Sequence[int], indices: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Return sizes and indices of a tensor whose dimensions after the first are one."""
+    columns = indices[1]
+    for size, index in zip(sizes[2:], indices[2:], strict=True):
+        columns = (columns[:, None] * size + index).flatten()
+    return [sizes[0], math.prod(sizes[1:])], [indices[0], columns]
 
 
 def _overlapping_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:

@@ -30,9 +30,12 @@ WIDTH_NAMES = (
 HEAD_NAMES = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     *("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"),
+    "swa_num_attention_heads",
 )
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), 16),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("rotary_dim", "swa_head_dim", "swa_v_head_dim", "index_head_dim", "dim_head"), HEAD_SIZE),
     **dict.fromkeys(
@@ -46,6 +49,7 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
+    "zero_expert_num": 2,
     **dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16
     ),
@@ -71,7 +75,7 @@ PART_SIZES = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
-LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
+LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_blocks", "num_layers")
 # Width of a head of latent attention, and of the two parts that it may consist of.
 LATENT_HEAD = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 # (Width of the state relative to that of the model, number of heads that it is split into).

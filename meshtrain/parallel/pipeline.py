@@ -20,6 +20,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
+from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recorded_stage import RecordedStage
@@ -132,9 +133,10 @@ class Pipeline:
         Raises:
             ModelError: for a parameter that has no initial value in transformers.
         """
-        names = self.canonical_names()
         for stage in self.stages:
-            initialize_weights(stage.model, seed=seed, names=names, originals=stage.originals())
+            with originals_in_place(stage.model, stage.copies_of_far_originals()):
+                names = {name: stage.tied.get(name, name) for name, _ in stage.named_parameters()}
+                initialize_weights(stage.model, seed=seed, names=names)
 
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Set the defaults that `generate` uses."""

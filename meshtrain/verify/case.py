@@ -122,3 +122,12 @@ def with_noise(initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stream = torch.Generator().manual_seed(number)
         noisy[name] = value + NOISE * torch.randn(value.shape, generator=stream, dtype=value.dtype)
     return noisy
+
+
+def neighbor_of(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return weights each of which is the next float64 above or below, at random."""
+    stream = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.nextafter(value, value + torch.randn(value.shape, generator=stream, dtype=value.dtype))
+        for name, value in weights.items()
+    }

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,14 +39,27 @@ class Finding:
         return self.error <= self.tolerance
 
 
-def compare(traces: Sequence[Trace], expected: Trace, *, smallest_scale: float = SMALLEST_SCALE) -> list[Finding]:
+def compare(
+    traces: Sequence[Trace],
+    expected: Trace,
+    *,
+    smallest_scale: float = SMALLEST_SCALE,
+    tolerances: Mapping[str, float] = MappingProxyType({}),
+) -> list[Finding]:
     """Compare every rank's trace with that of the stock model, and return the findings.
 
     Args:
         traces: of all ranks.
         expected: of the stock model.
         smallest_scale: 0 measures every tensor at its own scale.
+        tolerances: kind of value -> the largest error that is allowed, if it is not `TOLERANCE`.
+            Initial weights must be equal.
     """
+
+    def worst(what: str, errors: Mapping[str, float]) -> Finding:
+        where = max(errors, key=lambda name: errors[name])
+        return Finding(what, where, errors[where], tolerances.get(what, TOLERANCE))
+
     findings = [_initial(traces, expected)] if expected.initial else []
     kinds = [("loss", "losses"), ("gradient norm", "norms")]
     if expected.router_losses:
@@ -56,12 +70,13 @@ def compare(traces: Sequence[Trace], expected: Trace, *, smallest_scale: float =
             f"step {step + 1}": max(relative_error(found[step], wanted[step]) for found, wanted in pairs)
             for step in range(len(expected.losses))
         }
-        findings.append(_worst(what, errors))
-    findings.append(_worst("gradient", _gradient_errors(traces, expected, smallest_scale)))
+        findings.append(worst(what, errors))
+    gradients = _gradient_errors(traces, expected, smallest_scale, tolerances.get("gradient", TOLERANCE))
+    findings.append(worst("gradient", gradients))
     parameters = _tensor_errors([trace.parameters for trace in traces], expected.parameters, smallest_scale)
-    findings.append(_worst("parameter after 3 steps", parameters))
+    findings.append(worst("parameter after 3 steps", parameters))
     evaluation = max(relative_error(trace.evaluation, expected.evaluation) for trace in traces)
-    findings.append(Finding("evaluation loss", "", evaluation, TOLERANCE))
+    findings.append(worst("evaluation loss", {"": evaluation}))
     return findings
 
 
@@ -117,11 +132,13 @@ def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 
 def _initial(traces: Sequence[Trace], expected: Trace) -> Finding:
     errors = _tensor_errors([trace.initial for trace in traces], expected.initial, SMALLEST_SCALE)
-    worst = _worst("initial weights", errors)
-    return Finding(worst.what, worst.where, worst.error, 0.0)
+    where = max(errors, key=lambda name: errors[name])
+    return Finding("initial weights", where, errors[where], 0.0)
 
 
-def _gradient_errors(traces: Sequence[Trace], expected: Trace, smallest_scale: float) -> dict[str, float]:
+def _gradient_errors(
+    traces: Sequence[Trace], expected: Trace, smallest_scale: float, tolerance: float
+) -> dict[str, float]:
     """Return FQN -> error, up to the first step that differs: later gradients differ too."""
     errors: dict[str, float] = {}
     for step, wanted in enumerate(expected.gradients):
@@ -131,7 +148,7 @@ def _gradient_errors(traces: Sequence[Trace], expected: Trace, smallest_scale: f
         missing = {name: zeros[name] for name in zeros if not any(name in tensors for tensors in found)}
         for name, error in _tensor_errors([*found, missing], {**zeros, **wanted}, smallest_scale).items():
             errors[name] = max(errors.get(name, 0.0), error)
-        if max(errors.values()) > TOLERANCE:
+        if max(errors.values()) > tolerance:
             break
     return errors
 
@@ -147,11 +164,6 @@ def _tensor_errors(
             error = tensor_error(tensor, wanted[name], scale) if name in wanted else math.inf
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
-
-
-def _worst(what: str, errors: Mapping[str, float]) -> Finding:
-    where = max(errors, key=lambda name: errors[name])
-    return Finding(what, where, errors[where], TOLERANCE)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

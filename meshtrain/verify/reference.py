@@ -12,7 +12,7 @@ from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, with_noise
+from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, neighbor_of, with_noise
 
 
 def given_weights(case: ProofCase) -> dict[str, Tensor]:
@@ -20,16 +20,18 @@ def given_weights(case: ProofCase) -> dict[str, Tensor]:
     return copy_weights(_build(case))
 
 
-def train_stock(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
+def train_stock(case: ProofCase, initial: dict[str, Tensor], *, neighbor: int | None = None) -> Trace:
     """Train the stock model for a few steps.
 
     Args:
         case: its plan is ignored.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
+        neighbor: number of a neighbor of these weights to start from instead.
     """
     model = _build(case)
+    weights = with_noise(initial)
     with float32_casts_lifted():
-        copy_weights_into(model, with_noise(initial))
+        copy_weights_into(model, weights if neighbor is None else neighbor_of(weights, neighbor))
         layers = keep_outputs(dict(_named_layers(model)))
         trace = train_model(model, case.batches())
     trace.initial = {} if case.pretrained else initial

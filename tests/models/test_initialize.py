@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
@@ -18,6 +18,7 @@ from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
+from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import cut
 from meshtrain.parallel.pipeline import full_tensor
 from tests.parity import GPT2, LLAMA
@@ -160,6 +161,17 @@ class OtherHead(LlamaForCausalLM):
             init.normal_(module.weight, std=0.5)
 
 
+class FilledFromAround(LlamaForCausalLM):
+    """The rules of modules around them fill head and embedding, as in ModernBERT's decoder."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LlamaModel):
+            init.uniform_(module.embed_tokens.weight)
+        elif module is self:
+            init.normal_(self.lm_head.weight, std=0.5)
+
+
 class UnknownBuffer(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -213,19 +225,28 @@ def test_seed_changes_every_draw() -> None:
         assert all("norm" in name or name == "scale" for name in same), (kind, same)
 
 
+@pytest.mark.parametrize("kind", [OtherHead, FilledFromAround])
 @pytest.mark.parametrize("layers", [[4], [2, 2], [4, 0]], ids=str)
-def test_tied_head_has_the_values_of_its_embedding_on_every_mesh(layers: list[int]) -> None:
+def test_tied_head_has_the_values_of_its_embedding_on_every_mesh(
+    kind: type[PreTrainedModel], layers: list[int]
+) -> None:
     config = LlamaConfig(**{**LLAMA, "tie_word_embeddings": True})
     with torch.device("meta"):
-        stages = cut(OtherHead(config), layers, range(len(layers)))
+        stages = cut(kind(config), layers, range(len(layers)))
     for stage in stages:
         materialize(stage.model, CPU, tied=stage.names_of_one_parameter())
-        names = {name: stage.tied.get(name, name) for name, _ in stage.model.named_parameters()}
-        initialize_weights(stage.model, seed=0, names=names, originals=stage.originals())
+        before = dict(stage.model.named_parameters(remove_duplicate=False))
+        with originals_in_place(stage.model, stage.copies_of_far_originals()):
+            names = {name: stage.tied.get(name, name) for name, _ in stage.model.named_parameters()}
+            initialize_weights(stage.model, seed=0, names=names)
+        after = dict(stage.model.named_parameters(remove_duplicate=False))
+        assert {name: id(value) for name, value in after.items()} == {name: id(it) for name, it in before.items()}
     head, embedding = stages[-1].model.lm_head.weight, stages[0].model.model.embed_tokens.weight
     assert torch.equal(head, embedding)
     torch.manual_seed(0)
-    assert head.std().item() == pytest.approx(OtherHead(config).lm_head.weight.std().item(), rel=0.1)
+    stock = kind(config).lm_head.weight
+    assert head.std().item() == pytest.approx(stock.std().item(), rel=0.1)
+    assert head.mean().item() == pytest.approx(stock.mean().item(), abs=0.05)
 
 
 def test_buffer_without_a_rule_has_the_value_of_the_constructor() -> None:
@@ -241,7 +262,7 @@ def test_buffer_without_a_value_is_refused() -> None:
     assert refusal(EmptyBuffer) == "EmptyBuffer has no rule for its buffer table, so it cannot be built on meta"
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030)])
+@pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030), (70, 40, 30, 1)])
 def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
     tensor = fill(shape, "a")
     assert bool(tensor.isfinite().all())
@@ -253,6 +274,12 @@ def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
 def test_tile_depends_on_its_position_and_not_on_the_tensor_size() -> None:
     small, large = fill((TILE_ROWS, TILE_COLUMNS), "a"), fill((3 * TILE_ROWS, 2 * TILE_COLUMNS), "a")
     assert torch.equal(large[:TILE_ROWS, :TILE_COLUMNS], small)
+
+
+def test_small_matrices_of_a_convolution_share_tiles() -> None:
+    draws = []
+    fill((2 * TILE_ROWS, TILE_COLUMNS, 1, 1), "a", lambda tile, generator: draws.append(tile.fill_(1.0)))
+    assert len(draws) == 2
 
 
 @pytest.mark.parametrize("kind", ["normal_", "uniform_", "trunc_normal_"])

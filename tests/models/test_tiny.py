@@ -148,6 +148,14 @@ def test_incomplete_defaults_are_completed() -> None:
     assert default_config("qwen4_exp_text").indexer_budget == 8
 
 
+@pytest.mark.parametrize(("model_type", "layers"), [("roc_bert", 4), ("longcat_flash", 8), ("inkling2_text", 4)])
+def test_all_sizes_are_small(model_type: str, layers: int) -> None:
+    config = tiny_config(model_type)
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
+    assert config.num_hidden_layers == layers
+    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
+
+
 def test_models_beside_the_language_model_are_small() -> None:
     config = tiny_config("emu3")
     assert (type(config).__name__, config.get_text_config().num_hidden_layers) == ("Emu3Config", 4)

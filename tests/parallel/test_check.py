@@ -1,5 +1,6 @@
 """Plans that do not fit are refused with exact messages; plans that fit are resolved."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,12 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.probe_inputs import PROBE_LENGTH
 from meshtrain.parallel import check
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.cut import probe
+from meshtrain.parallel.cut.trace import trace_parts
 from tests.parity import DYNAMIC, GPT2, LLAMA
 from tests.tiny import tiny_config
 
@@ -431,6 +435,18 @@ def test_projection_that_cuts_its_input_needs_the_full_sequence() -> None:
     )
 
 
+def test_module_that_the_forward_pass_replaces_is_refused() -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+    make = partial(meta_model, "big_bird", "eager", vocab_size=64, is_decoder=True, **small)
+    plan = make_plan(mesh={"tp": 2})
+    assert problems(plan, make()) == (
+        "tensor.styles: the forward pass of BigBirdForCausalLM replaces bert.encoder.layer.*.attention.self by a new "
+        "module, which would not draw dropout and compute for the part of one process; choose a configuration with "
+        "which its modules stay, or set mesh.tp = 1",
+    )
+    resolve_plan(plan, make(attention_type="original_full"), BATCH, 2)
+
+
 def test_indivisible_heads_are_refused() -> None:
     model = meta_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
     assert problems(make_plan("llama", mesh={"tp": 8}), model) == (
@@ -706,3 +722,17 @@ def test_check_leaves_the_model_unchanged() -> None:
     assert model.training
     assert model.lm_head.weight is model.transformer.wte.weight
     assert TensorPlan() == make_plan().tensor
+
+
+def test_check_traces_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def trace_counted(*args: Any, length: int) -> Any:
+        lengths.append(length)
+        return trace_parts(*args, length=length)
+
+    monkeypatch.setattr(probe, "trace_parts", trace_counted)
+    layers_of({"layers_per_stage": "balanced"})
+    assert lengths == [PROBE_LENGTH]
+    layers_of({"layers_per_stage": "balanced"})
+    assert lengths == [PROBE_LENGTH] * 2, "another model may differ"

@@ -678,3 +678,28 @@ def test_tracing_leaves_the_random_stream_alone() -> None:
     before = torch.get_rng_state()
     check_cut(model, [2, 2])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class KeepsItsState(Toy):
+    """Keeps the last results in attributes, one of which it makes, as RecurrentGemma does."""
+
+    def add_parts(self, width: int) -> None:
+        self.layers[0].state = None
+        for layer in self.layers:
+            layer.register_forward_hook(keep_result)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        return keep_result(self.layers[0], (), super().run_layers(x))
+
+
+def keep_result(layer: nn.Module, args: Any, result: Tensor) -> Tensor:
+    layer.state, layer.history = result, [result]
+    return result
+
+
+def test_tracing_leaves_no_state_behind() -> None:
+    model = toy(KeepsItsState)
+    probe_structure(model)
+    assert model.layers[0].state is None
+    assert not hasattr(model.layers[0], "history")
+    check_cut(model, [2, 2])

@@ -21,12 +21,13 @@ from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
-from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.cut.probe import find_layers, structures_shared
 from meshtrain.parallel.router_loss import find_formula
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.rules import Problems
 
 
+@structures_shared()
 def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, world_size: int) -> ParallelPlan:
     """Return the plan without open settings: no -1, `auto`, `balanced` or `even`.
 

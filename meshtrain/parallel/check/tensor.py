@@ -206,9 +206,16 @@ def _check_flow(model: PreTrainedModel, rules: TensorRules, plan: ParallelPlan) 
     if not flow.ran:
         # Only rules of the user can get here: rules are never derived from layers that do not run.
         return
+    if flow.replaced:
+        yield Problem(
+            f"tensor.styles: the forward pass of {type(model).__name__} replaces "
+            f"{as_pattern(next(iter(flow.replaced)))} by a new module, which would not draw dropout and compute for "
+            "the part of one process",
+            "choose a configuration with which its modules stay, or set mesh.tp = 1",
+        )
     found = [*dict.fromkeys(_of_modules(flow, rules))] or [*_of_layers(flow, type(model).__name__)]
     yield from found
-    if plan.tensor.sequence_parallel and not found:
+    if plan.tensor.sequence_parallel and not found and not flow.replaced:
         reason = why_not_split(model, rules, plan.mesh.tp)
         if reason is not None:
             what = f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}"

@@ -1,12 +1,14 @@
 """Let models run on the meta device where they read values, which it does not have."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.autograd import OperatorMode, tensors_in
 
 # Operators that use only the shape of their input, so their results do not depend on its values.
 SHAPE_ONLY = {
@@ -24,6 +26,23 @@ class WithoutValues(OperatorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known, result = result_without_values(func, args)
         return result if known else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def states_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what the modules of a model keep from passes inside the block, such as their last state.
+
+    Such a tensor has a graph, with which a model cannot be copied.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, old in before:
+            kept = [name for name, value in attributes.items() if value is not old.get(name) and tensors_in(value)]
+            for name in kept:
+                del attributes[name]
+            attributes.update({name: old[name] for name in kept if name in old})
 
 
 def _dim_of(args: Any) -> int:

@@ -5,8 +5,9 @@ before, between and after the layers, and what these pass to each other.
 """
 
 import itertools
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -101,12 +102,34 @@ class Structure:
         return [call.name for call in self.trace.calls if call.after == last and call.name != OUTPUT]
 
 
+_shared: ContextVar[dict[PreTrainedModel, Structure] | None] = ContextVar("structures", default=None)
+
+
+@contextmanager
+def structures_shared() -> Iterator[None]:
+    """Probe each model once while the block runs, inside which no model may change."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def probe_structure(model: PreTrainedModel) -> Structure:
     """Return the structure of a meta model.
 
     Raises:
         ModelError: if no forward pass of it runs on the meta device.
     """
+    shared = _shared.get()
+    if shared is None:
+        return _probe(model)
+    if model not in shared:
+        shared[model] = _probe(model)
+    return shared[model]
+
+
+def _probe(model: PreTrainedModel) -> Structure:
     name, layers = find_layers(model)
     failure: Exception | None = None
     for with_mask, makes_meta in itertools.product((True, False), (False, True)):
@@ -118,7 +141,7 @@ def probe_structure(model: PreTrainedModel) -> Structure:
         except (*MISFITS, NotImplementedError) as error:
             failure = failure or error
         else:
-            return Structure(model, name, len(layers), options, trace)
+            return Structure(model, name, len(layers), options, trace, {(1, PROBE_LENGTH): trace})
     assert failure is not None
     raise cannot_be_cut(model, f"it does not run on the meta device ({type(failure).__name__}: {failure})") from failure
 

@@ -33,7 +33,7 @@ from meshtrain.parallel.cut.probe import (
     no_router_logits,
     probe_structure,
 )
-from meshtrain.parallel.cut.stubs import Channel, PartStub, StageEndsError, leave_out, stock_part, watch_part
+from meshtrain.parallel.cut.stubs import Channel, PartStub, StageEndsError, leave_out, watch_part
 
 
 @dataclass(frozen=True)
@@ -155,19 +155,11 @@ class Stage:
             if name in held and firsts.setdefault(source, name) != name
         }
 
-    def originals(self) -> dict[str, nn.Module]:
-        """Return the modules of the originals of tied weights that are on other stages.
-
-        Returns:
-            Name of the copy on this stage -> the module, on the meta device.
-        """
+    def copies_of_far_originals(self) -> dict[str, str]:
+        """Return FQN -> name on this stage, for tied weights whose originals are elsewhere."""
         held = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        names = self.names_of_one_parameter()
-        return {
-            name: stock_part(_owner(self.model, source))
-            for name, source in self.tied.items()
-            if source not in held and name not in names
-        }
+        further = self.names_of_one_parameter()
+        return {s: name for name, s in self.tied.items() if s not in held and name not in further}
 
     def own_layers(self) -> list[nn.Module]:
         """Return the decoder layers that this stage holds, without the stubs."""
@@ -210,7 +202,8 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
-    structure, routes = find_borders(model, layers_per_stage)
+    structure = probe_structure(model)
+    routes = _routes(structure, layers_per_stage)
     received: Any = ()
     try:
         for index in range(len(layers_per_stage)):
@@ -271,11 +264,14 @@ def find_borders(
         ModelError: for a class whose parts cannot be divided among stages.
     """
     structure = probe_structure(_traceable(model, compute))
+    return structure, _routes(structure, layers_per_stage)
+
+
+def _routes(structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
     try:
-        stages = Stages(structure.trace, layers_per_stage, structure.layers_name)
-        return structure, find_routes(structure.trace, stages)
+        return find_routes(structure.trace, Stages(structure.trace, layers_per_stage, structure.layers_name))
     except NotCuttableError as error:
-        raise cannot_be_cut(model, str(error)) from error
+        raise cannot_be_cut(structure.model, str(error)) from error
 
 
 def _cut_one(

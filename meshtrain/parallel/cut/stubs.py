@@ -209,11 +209,6 @@ def _blank(part: nn.Module, device: torch.device | None) -> nn.Module:
     return blank
 
 
-def stock_part(module: nn.Module) -> nn.Module:
-    """Return the part, on the meta device, that a stub stands for; any other module itself."""
-    return module.part if isinstance(module, PartStub) else module
-
-
 class OwnPart:
     """Mixin for a part of this stage: it gets what other stages sent, and gives what they need.
 

@@ -19,7 +19,7 @@ from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.hooks import hooks_disabled
 from meshtrain.parallel.cut.kinds import two_layers_of_each_kind
-from meshtrain.parallel.cut.meta import SHAPE_ONLY, KnownLists, result_without_values
+from meshtrain.parallel.cut.meta import SHAPE_ONLY, KnownLists, result_without_values, states_restored
 from meshtrain.parallel.cut.nest import Path, map_nest, tensors_with_paths
 
 OUTPUT = "logits"
@@ -119,6 +119,7 @@ def trace_parts(
     with ExitStack() as stack:
         stack.enter_context(hooks_disabled(model))
         stack.enter_context(_training(model))
+        stack.enter_context(states_restored(model))
         stack.enter_context(probed(model, length))
         # A layer that may be dropped draws on the CPU. The masks of the next step must not change.
         stack.enter_context(torch.random.fork_rng(devices=[]))

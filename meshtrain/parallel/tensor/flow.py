@@ -9,7 +9,7 @@ pass follows every tensor that is a part, and records the full parameters that a
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ class Flow:
         joint: modules that compute over several heads at once.
         unentered: blocks that share an input, with a projection of something else inside.
         misused: sharded modules whose weight the model uses without calling them.
+        replaced: modules that the forward pass of the model replaces by new ones.
         failure: why the pass did not finish; None if it did.
         ran: whether the layers run on the meta device at all; if not, nothing is known.
     """
@@ -75,6 +76,7 @@ class Flow:
     joint: dict[str, None] = field(default_factory=dict)
     unentered: dict[str, None] = field(default_factory=dict)
     misused: dict[str, None] = field(default_factory=dict)
+    replaced: dict[str, None] = field(default_factory=dict)
     failure: str | None = None
     ran: bool = True
 
@@ -200,9 +202,19 @@ class _Pass:
             self.model.train()
             ids = probe_ids(next(self.model.parameters()).device)
             mask = probe_mask(ids.device, with_mask=with_mask)
+            stack.enter_context(self._new_modules_noted())
             with self.parts:
                 self.model(input_ids=ids, **mask, **no_router_logits(self.model), use_cache=False)
         self.flow.counted_twice.update(dict.fromkeys(sorted(self.called - self.parts.met)))
+
+    @contextmanager
+    def _new_modules_noted(self) -> Iterator[None]:
+        before = dict(self.model.named_modules())
+        try:
+            yield
+        finally:
+            new = (name for name, module in self.model.named_modules() if before.get(name) is not module)
+            self.flow.replaced.update(dict.fromkeys(new))
 
     def _first_of_each_kind(self) -> Iterator[int]:
         """Yield the index of the first layer of each kind.

@@ -58,7 +58,7 @@ def local_attributes(
 
 def _candidates(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequence[Cut]) -> list[Attribute]:
     """Return the whole numbers that the modules around a cut read, and that its blocks divide."""
-    noting = copy.deepcopy(model)
+    noting = _copy_of_modules(model)
     around = {name for cut in cuts for name in modules_around(cut)}
     read: dict[Attribute, None] = {}
     for name in sorted(around):
@@ -71,6 +71,14 @@ def _candidates(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequenc
     with torch.no_grad():
         noting(**inputs, use_cache=False)
     return [*read]
+
+
+def _copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy with the same parameters and configurations, which a trial only replaces."""
+    configs = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
+    ]
+    return copy.deepcopy(model, {id(shared): shared for shared in (*model.parameters(), *configs)})
 
 
 def modules_around(cut: Cut) -> Iterator[str]:
@@ -109,7 +117,7 @@ def _holds(
     rank: int,
     attributes: Sequence[Attribute],
 ) -> bool:
-    copied = copy.deepcopy(model)
+    copied = _copy_of_modules(model)
     modules = dict(copied.named_modules())
     around = {name for cut in cuts for name in modules_around(cut)}
     for name, (pattern, attribute) in itertools.product(sorted(around), attributes):
