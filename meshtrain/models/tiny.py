@@ -141,7 +141,13 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def shrink(
-    config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS, short: int = SHORT
+    config: PretrainedConfig,
+    num_layers: int,
+    *,
+    tp: int = 1,
+    heads: int = HEADS,
+    keys: int | None = None,
+    short: int = SHORT,
 ) -> PretrainedConfig:
     """Return a tiny configuration of the same class.
 
@@ -154,6 +160,7 @@ def shrink(
             key-value heads, or do not divide its vocabulary, the same is true for the copy on 2
             processes.
         heads: number of attention heads of the copy.
+        keys: number of key-value heads of the copy; None: one, some or all, as before.
         short: all sequences of up to this many tokens have the same rotary frequencies.
 
     Raises:
@@ -164,7 +171,7 @@ def shrink(
         parts = f"; it holds several models ({', '.join(config.sub_configs)})" if config.sub_configs else ""
         raise ModelError(f"a {config.model_type} configuration has no number of layers{parts}")
     try:
-        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads) | _small_rope(text, short))
+        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads, keys=keys) | _small_rope(text, short))
         if text is config:
             return small
         return type(config)(**_values(config) | _small_parts(config) | {"text_config": small.to_dict()})
@@ -173,13 +180,15 @@ def shrink(
         raise ModelError(f"a {config.model_type} configuration cannot be made small: {reason}") from error
 
 
-def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int) -> dict[str, Any]:
+def _small_values(
+    config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, keys: int | None
+) -> dict[str, Any]:
     values = _values(config)
     sizes = {**SIZES, **dict.fromkeys(WIDTH_NAMES, heads * HEAD_SIZE), **dict.fromkeys(HEAD_NAMES, heads)}
     shared = min(values.get("num_kv_shared_layers") or 0, num_layers // 2)
     kept = _kept_layers(config, num_layers, shared)
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
-    tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads).items()}
+    tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads, keys).items()}
     tiny |= _small_parts(config)
     unchanged = {name for name, value in tiny.items() if value == values.get(name)}
     for name in _computed(config, values, unchanged - {*sizes, *KEY_VALUE_HEADS}):
@@ -314,7 +323,9 @@ def key_value_heads(config: PretrainedConfig) -> int | None:
     return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
-def _heads(config: PretrainedConfig, values: Mapping[str, Any], tp: int, heads: int) -> dict[str, int]:
+def _heads(
+    config: PretrainedConfig, values: Mapping[str, Any], tp: int, heads: int, keys: int | None
+) -> dict[str, int]:
     """Return the numbers of key-value heads and of state-space heads.
 
     There are one, some or all key-value heads, as before.
@@ -324,7 +335,7 @@ def _heads(config: PretrainedConfig, values: Mapping[str, Any], tp: int, heads: 
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))
     states = {name: int(expand * HIDDEN) // HEAD_SIZE} if getattr(config, name, None) else {}
     return states | {
-        name: 1 if number < max(2, tp) else heads // min(2, math.ceil(whole / number))
+        name: keys or (1 if number < max(2, tp) else heads // min(2, math.ceil(whole / number)))
         for name, number in found.items()
         if isinstance(number, int) and number > 0
     }

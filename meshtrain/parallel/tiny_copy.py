@@ -18,7 +18,13 @@ parameters without numbers."""
 
 
 def tiny_config(
-    config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS, short: int = SHORT
+    config: PretrainedConfig,
+    num_layers: int,
+    *,
+    tp: int = 1,
+    heads: int = HEADS,
+    keys: int | None = None,
+    short: int = SHORT,
 ) -> PretrainedConfig:
     """Return a tiny configuration, as `shrink` does, for a copy that computes in float64.
 
@@ -30,7 +36,7 @@ def tiny_config(
     Raises:
         ModelError: if transformers refuses it.
     """
-    tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, keys=keys, short=short)
     if code := getattr(config, "auto_map", None):
         tiny.auto_map = code
         tiny.name_or_path = config.name_or_path

@@ -19,7 +19,7 @@ from tests.ranks import run_on_ranks
 
 def rules_of(model_type: str, **config: Any) -> DerivedRules:
     hf_config = Family(model_type, config).hf_config()
-    return derive_rules(build_meta_model(hf_config, dtype=torch.float32, attention="eager"), 2)
+    return derive_rules(build_meta_model(hf_config, dtype=torch.float32, attention="eager"))
 
 
 def eye(size: int, times: int = 1) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_fused_projections_and_counts_are_found() -> None:
 
 
 def test_own_class_has_rules() -> None:
-    rules = derive_rules(stock_like(make_own()), 2)
+    rules = derive_rules(stock_like(make_own()))
     assert rules.styles == {
         "stack.*.mixer.asks": "colwise",
         "stack.*.mixer.offers": "replicated_with_grad_allreduce",
@@ -74,7 +74,7 @@ def test_own_class_has_rules() -> None:
     [("mix across heads", {"asks", "gives", "binds"}), ("norm over the width", {"both", "back"})],
 )
 def test_what_mixes_blocks_stays_whole(twin: str, whole: set[str]) -> None:
-    styles = derive_rules(stock_like(make_own(twin)), 2).styles
+    styles = derive_rules(stock_like(make_own(twin))).styles
     assert styles
     assert not {part for pattern in styles for part in pattern.split(".")} & whole
 

@@ -129,13 +129,13 @@ def _from_values(model: PreTrainedModel, tp: int) -> _Source:
         ModelError: if there is no such copy, and tp needs rules.
     """
     try:
-        derived = derive_rules(model, tp)
+        derived = derive_rules(model)
     except ModelError:
         if tp > 1:
             raise
         # Rules only name what is fused here, and without rules nothing is, on any mesh.
         return _Source()
-    return _Source(derived.styles, derived.fused, derived.local_attributes)
+    return _Source(derived.styles, derived.fused, derived.local_attributes, derived.local_inputs)
 
 
 def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: ParallelPlan) -> str | None:

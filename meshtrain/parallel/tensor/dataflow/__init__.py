@@ -32,7 +32,7 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.halves import where_halves_differ
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
-from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes, modules_around
+from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
 from meshtrain.parallel.tensor.rules import TensorRules, rule_names
 from meshtrain.parallel.tiny_copy import (
@@ -56,19 +56,21 @@ class DerivedRules:
     styles: dict[str, Style] = field(default_factory=dict)
     fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
     local_attributes: dict[str, list[str]] = field(default_factory=dict)
+    local_inputs: dict[str, list[str]] = field(default_factory=dict)
 
 
-def derive_rules(model: PreTrainedModel, tp: int) -> DerivedRules:
+def derive_rules(model: PreTrainedModel) -> DerivedRules:
     """Derive the rules of a model from what a tiny copy of it computes.
 
     Args:
         model: stock, on the meta device; it is not changed.
-        tp: number of processes that will share a layer.
 
     Raises:
         ModelError: if there is no tiny copy with all kinds of its layers.
     """
-    tiny = _tiny_model(model, tp)
+    # Two processes do not share key-value heads here, if there are two: what they share must not
+    # pass for what one process computes.
+    tiny = _tiny_model(model, WAYS)
     with float32_casts_lifted():
         found = _derive(tiny)
     return _for_model(model, found)
@@ -119,9 +121,10 @@ def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
     places = _places(tiny, cuts, recording.calls)
     rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
     for same in _alike(cuts, places):
-        attributes = local_attributes(tiny, inputs, recording, same)
-        if attributes is not None and not any(_is_alone(pattern, same) for pattern, _ in attributes):
-            _add(rules, same[0], attributes, places, tiny)
+        local = find_local(tiny, inputs, recording, same)
+        if local is not None and not any(_is_alone(pattern, same) for pattern, _ in local.attributes):
+            _add(rules, same[0], places, tiny)
+            _add_local(rules, same[0], local, places)
     return rules
 
 
@@ -280,7 +283,6 @@ def _alike(cuts: Sequence[Cut], places: Mapping[str, _Place]) -> Iterator[list[C
 def _add(
     rules: Mapping[LayerKind, DerivedRules],
     cut: Cut,
-    attributes: Sequence[Attribute],
     places: Mapping[str, _Place],
     tiny: PreTrainedModel,
 ) -> None:
@@ -311,8 +313,13 @@ def _add(
             give(name, "colwise")
         else:
             give(owner, "per_head")
+
+
+def _add_local(rules: Mapping[LayerKind, DerivedRules], cut: Cut, local: Local, places: Mapping[str, _Place]) -> None:
+    """Add what the modules around cuts that are alike see of one process, by pattern."""
     around = dict.fromkeys(places[name] for name in sorted(modules_around(cut)))
-    for (pattern, attribute), place in itertools.product(attributes, around):
-        if pattern.endswith(f"*{place.pattern}"):
-            found = rules[place.kind].local_attributes.setdefault(place.pattern, [])
-            found += [attribute] if attribute not in found else []
+    for table in (it.name for it in fields(Local)):
+        for (pattern, name), place in itertools.product(getattr(local, table), around):
+            if pattern.endswith(f"*{place.pattern}"):
+                found = getattr(rules[place.kind], f"local_{table}").setdefault(place.pattern, [])
+                found += [name] if name not in found else []

@@ -102,8 +102,8 @@ def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str
     elsewhere = {source: _used_elsewhere(source, rows, reached) | outside[source] for source in sources}
     every = torch.cat([*hits.values()])
     counts = every.sum(1)
-    for most in sorted({count for count in counts.tolist() if count}, reverse=True):
-        blocks = _blocks(every[counts <= most])
+    for chosen in _choices(counts):
+        blocks = _blocks(every[chosen])
         number = int(blocks.max()) + 1
         if number < 2 or number % 2 or not all(_is_even(part, number) for part in blocks.split(widths)):
             continue
@@ -115,6 +115,17 @@ def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str
         if len(found) == len(columns) and any(part.kind == "cut" for parts in found.values() for part in parts):
             return Cut(number, found, tuple(rows), dict(_parameters(rows, reached, blocks, number)))
     return None
+
+
+def _choices(counts: Tensor) -> Iterator[Tensor]:
+    """Yield (features) bool: which features decide about the blocks.
+
+    A feature that reaches more inputs than others may be shared by all blocks, as a key is that all
+    heads use. So may one that reaches fewer: a value that all heads use reaches one input of each.
+    """
+    found = sorted({count for count in counts.tolist() if count}, reverse=True)
+    yield from (counts <= most for most in found)
+    yield from (counts == count for count in found)
 
 
 def _joined(source: str, rows: Sequence[str], reached: Mapping[str, Reach]) -> Tensor:
@@ -140,6 +151,7 @@ def _blocks(hits: Tensor) -> Tensor:
 
     Returns:
         (inputs) int, numbered in the order of the inputs; `UNUSED` for inputs that nothing reaches.
+        Where each block is one input, an input that nothing reaches, as behind a ReLU, is one too.
     """
     blocks = torch.full(hits.shape[1:], UNUSED)
     number = 0
@@ -155,7 +167,7 @@ def _blocks(hits: Tensor) -> Tensor:
             block = wider
         blocks[block] = number
         number += 1
-    return blocks
+    return torch.arange(len(blocks)) if number == int((blocks != UNUSED).sum()) else blocks
 
 
 def _is_even(labels: Tensor, blocks: int) -> bool:
