@@ -3,7 +3,9 @@
 Modules:
     blocks: divides features into blocks that do not mix: heads, groups of heads, channels.
     halves: finds out whether rules compute what a model computes.
+    places: puts the cuts of all layers together that are alike.
     reach: finds out which outputs of projections reach which inputs of other projections.
+    shares: says how wide the parts of a fused projection are.
     trial: finds out which numbers of a module count heads or channels.
 
 The package itself has `derive_rules`, and `where_rules_fail` for rules from elsewhere. Both compute
@@ -16,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
@@ -28,11 +31,14 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import REFUSALS, refusal_reason, stock_class, stock_model
 from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
+from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.halves import where_halves_differ
-from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
-from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, modules_around
+from meshtrain.parallel.tensor.dataflow.places import Place, cuts_alike, places_of
+from meshtrain.parallel.tensor.dataflow.reach import Recording, reach_of, record, returned_directly
+from meshtrain.parallel.tensor.dataflow.shares import PARTS, Share, find_shares, part_names
+from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, head_count, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
 from meshtrain.parallel.tensor.rules import TensorRules, rule_names
 from meshtrain.parallel.tiny_copy import (
@@ -45,8 +51,8 @@ from meshtrain.parallel.tiny_copy import (
 )
 
 FEWEST_LAYERS = 4
+MANY_HEADS, MANY_KEYS = 12, 4
 BATCH, LENGTH, NOISE = 2, 8, 0.05
-PARTS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
 @dataclass
@@ -72,7 +78,7 @@ def derive_rules(model: PreTrainedModel) -> DerivedRules:
     # pass for what one process computes.
     tiny = _tiny_model(model, WAYS)
     with float32_casts_lifted():
-        found = _derive(tiny)
+        found = _derive(tiny, partial(_larger_copy, model))
     return _for_model(model, found)
 
 
@@ -112,20 +118,61 @@ def _inputs(tiny: PreTrainedModel) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
 
 
-def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
-    """Return the rules for each kind of layer of a model with values, by name inside the layer."""
+def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dict[LayerKind, DerivedRules]:
+    """Return the rules for each kind of layer of a model with values, by name inside the layer.
+
+    Args:
+        tiny: with values.
+        larger: builds a copy with more heads.
+    """
     inputs = _inputs(tiny)
     recording = record(copy.deepcopy(tiny), inputs)
-    reached = {name: reach_of(recording, name) for name in recording.calls}
-    cuts = [cut for cut in find_cuts(reached, returned_directly(recording)) if _has_rules(cut, tiny)]
-    places = _places(tiny, cuts, recording.calls)
+    cuts = [cut for cut in _find_cuts(recording, recording.calls) if _has_rules(cut, tiny)]
+    shares = _shares(tiny, larger, cuts)
+    cuts = [cut for cut in cuts if all(shares.get(as_pattern(name), ()) is not None for name in cut.columns)]
+    places = places_of(tiny, cuts, recording.calls)
     rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
-    for same in _alike(cuts, places):
+    for same in cuts_alike(cuts, places):
         local = find_local(tiny, inputs, recording, same)
         if local is not None and not any(_is_alone(pattern, same) for pattern, _ in local.attributes):
-            _add(rules, same[0], places, tiny)
+            _add(rules, same[0], places, tiny, shares)
             _add_local(rules, same[0], local, places)
     return rules
+
+
+def _find_cuts(recording: Recording, rows: Iterable[str]) -> Iterator[Cut]:
+    return find_cuts({name: reach_of(recording, name) for name in rows}, returned_directly(recording))
+
+
+def _larger_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy in which the numbers of heads are in another proportion."""
+    keys, heads = key_value_heads(model.config), head_count(model)
+    grouped = keys is not None and heads is not None and 1 < keys < heads
+    return _tiny_model(model, WAYS, heads=MANY_HEADS, keys=MANY_KEYS if grouped else None)
+
+
+def _shares(
+    tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel], cuts: Sequence[Cut]
+) -> dict[str, tuple[Share, ...] | None]:
+    """Return pattern of a fused projection -> the shares of its parts.
+
+    None stands for shares that nothing tells.
+    """
+    config = tiny.config.get_text_config()
+    fused = {
+        as_pattern(name): (parts, cut.rows)
+        for cut in cuts
+        for name, parts in cut.columns.items()
+        if len(_columns(parts, config) or ()) > 1
+    }
+    if not fused:
+        return {}
+    other = larger()
+    recording = record(copy.deepcopy(other), _inputs(other))
+    rows = dict.fromkeys(row for _, rows in fused.values() for row in rows)
+    found = {as_pattern(name): parts for cut in _find_cuts(recording, rows) for name, parts in cut.columns.items()}
+    configs = tiny.config, other.config
+    return {name: find_shares(parts, found.get(name, ()), configs) for name, (parts, _) in fused.items()}
 
 
 def _for_model(model: PreTrainedModel, found: Mapping[LayerKind, DerivedRules]) -> DerivedRules:
@@ -153,10 +200,14 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(regex.fullmatch(name) for name in names)
 
 
-def _tiny_model(model: PreTrainedModel, tp: int) -> PreTrainedModel:
-    """Return a tiny copy of a model with random values, in float64 on the CPU."""
+def _tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
+    """Return a tiny copy of a model with random values, in float64 on the CPU.
+
+    Args:
+        heads: numbers of heads other than those of `tiny_config`.
+    """
     kind = stock_class(model)
-    make = partial(tiny_config, model.config, tp=tp)
+    make = partial(tiny_config, model.config, tp=tp, **heads)
     numbers = range(min(FEWEST_LAYERS, model.config.get_text_config().num_hidden_layers), MAX_LAYERS + 1)
     _, config, _ = copy_with_all_kinds(layer_kinds(model), numbers, make, partial(_on_meta, kind))
     implementation = attention_implementation(model.config)
@@ -186,20 +237,18 @@ def _on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
 def _has_rules(cut: Cut, model: PreTrainedModel) -> bool:
     """Return whether styles exist for all parts of a cut."""
     config = model.config.get_text_config()
-    known = all(_column(parts, config) is not None for parts in cut.columns.values())
+    known = all(_columns(parts, config) is not None for parts in cut.columns.values())
     return known and all(_is_local(name, dim, cut, model) for name, dim in cut.parameters.items())
 
 
-def _column(parts: Sequence[Part], config: PretrainedConfig) -> tuple[Style, int] | None:
-    """Return the style of the outputs of a projection, and the number of its fused parts."""
-    kinds, widths = [part.kind for part in parts], {part.width for part in parts}
-    if kinds == ["shared"]:
-        return "replicated_with_grad_allreduce", 1
+def _columns(parts: Sequence[Part], config: PretrainedConfig) -> tuple[Style, ...] | None:
+    """Return the styles of the outputs of a projection: one, or one for each of its fused parts."""
+    kinds = [part.kind for part in parts]
     if kinds == ["whole", "shared"] and parts[1].width == mla_rope_width(config):
-        return "mla_kv_a_proj", 1
-    if set(kinds) == {"cut"} and len(widths) == 1 and len(parts) <= len(PARTS):
-        return "colwise", len(parts)
-    return None
+        return ("mla_kv_a_proj",)
+    if "whole" in kinds or len(parts) > len(PARTS) or (len(parts) > 1 and "cut" not in kinds):
+        return None
+    return tuple("colwise" if kind == "cut" else "replicated_with_grad_allreduce" for kind in kinds)
 
 
 def _is_local(name: str, dim: int | None, cut: Cut, model: PreTrainedModel) -> bool:
@@ -224,67 +273,12 @@ def _contains_projection(owner: str, cut: Cut) -> bool:
     return any(name.startswith(f"{owner}.") for name in (*cut.columns, *cut.rows))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a module or parameter of a layer is.
-
-    Attributes:
-        kind: of the layer.
-        pattern: of its name inside the layer, with a dot in front; empty for the layer itself.
-    """
-
-    kind: LayerKind
-    pattern: str
-
-
-def _places(tiny: PreTrainedModel, cuts: Sequence[Cut], projections: Iterable[str]) -> dict[str, _Place]:
-    """Return name -> place, for everything inside the layers.
-
-    Numbers are replaced in the patterns, as those of experts, unless projections that differ in
-    them have different parts in a cut, as those of an `nn.Sequential`.
-    """
-    layers, _ = find_layers(tiny)
-    kinds = kinds_of_layers(tiny)
-    parts: dict[str, set[str]] = defaultdict(set)
-    for cut in cuts:
-        for name in (*cut.columns, *cut.rows):
-            parts[as_pattern(name)].add(str(cut.columns.get(name)))
-    places = {}
-    for name in (f"{layers}.{inside}" for inside in _names(tiny.get_submodule(layers))):
-        index, _, inner = name.removeprefix(f"{layers}.").partition(".")
-        replaced = as_pattern(f".{inner}") if len(parts[as_pattern(name)]) < 2 else f".{inner}"
-        places[name] = _Place(kinds[int(index)], replaced if inner else "")
-    return places
-
-
-def _names(layers: nn.Module) -> Iterator[str]:
-    yield from (name for name, _ in layers.named_modules() if name)
-    yield from (name for name, _ in layers.named_parameters())
-
-
-def _alike(cuts: Sequence[Cut], places: Mapping[str, _Place]) -> Iterator[list[Cut]]:
-    """Yield the cuts that are alike, if all projections in the same place are cut so."""
-    groups: dict[str, list[Cut]] = defaultdict(list)
-    treated: dict[str, set[str]] = defaultdict(set)
-    for cut in cuts:
-        columns = sorted({f"{places[name]} {parts}" for name, parts in cut.columns.items()})
-        group = str((columns, sorted({str(places[name]) for name in cut.rows})))
-        groups[group].append(cut)
-        for name in (*cut.columns, *cut.rows):
-            treated[name].add(group)
-    in_place: dict[_Place, set[frozenset[str]]] = defaultdict(set)
-    for name, place in places.items():
-        in_place[place].add(frozenset(treated[name]))
-    for same in groups.values():
-        if all(len(in_place[places[name]]) == 1 for cut in same for name in (*cut.columns, *cut.rows)):
-            yield same
-
-
 def _add(
     rules: Mapping[LayerKind, DerivedRules],
     cut: Cut,
-    places: Mapping[str, _Place],
+    places: Mapping[str, Place],
     tiny: PreTrainedModel,
+    shares: Mapping[str, tuple[Share, ...] | None],
 ) -> None:
     """Add the rules of cuts that are alike, by pattern inside the layer.
 
@@ -295,14 +289,16 @@ def _add(
         rules[places[name].kind].styles[f"{places[name].pattern}{suffix}"] = style
 
     for name, parts in cut.columns.items():
-        column, place = _column(parts, tiny.config.get_text_config()), places[name]
-        assert column is not None, "a cut without rules"
-        style, count = column
-        if count == 1:
-            give(name, style)
+        styles, place = _columns(parts, tiny.config.get_text_config()), places[name]
+        assert styles is not None, "a cut without rules"
+        if len(styles) == 1:
+            give(name, styles[0])
             continue
-        rules[place.kind].fused[place.pattern] = [*PARTS[:count]]
-        for part in PARTS[:count]:
+        of_parts = shares[as_pattern(name)]
+        assert of_parts is not None, "a fused projection without shares"
+        table = dict(zip(part_names(of_parts), of_parts, strict=True))
+        rules[place.kind].fused[place.pattern] = [*table] if len({*of_parts}) == 1 else table
+        for part, style in zip(table, styles, strict=True):
             give(name, style, f".{part}")
     for name in cut.rows:
         give(name, "rowwise")
@@ -315,7 +311,7 @@ def _add(
             give(owner, "per_head")
 
 
-def _add_local(rules: Mapping[LayerKind, DerivedRules], cut: Cut, local: Local, places: Mapping[str, _Place]) -> None:
+def _add_local(rules: Mapping[LayerKind, DerivedRules], cut: Cut, local: Local, places: Mapping[str, Place]) -> None:
     """Add what the modules around cuts that are alike see of one process, by pattern."""
     around = dict.fromkeys(places[name] for name in sorted(modules_around(cut)))
     for table in (it.name for it in fields(Local)):
