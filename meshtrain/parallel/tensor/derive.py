@@ -92,7 +92,7 @@ def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
 
 def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> Source:
     tp = plan.mesh.tp
-    family = find_family(model.config.model_type, model.config.to_dict())
+    family = find_family(model.config.model_type)
     if family is not None:
         return own_rules(family.tensor)
     words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
