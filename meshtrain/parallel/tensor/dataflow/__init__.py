@@ -115,7 +115,9 @@ def where_rules_fail(
 def _inputs(tiny: PreTrainedModel) -> dict[str, Tensor]:
     stream = torch.Generator().manual_seed(1)
     vocabulary = tiny.config.get_text_config().vocab_size
-    return {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
+    # Without tokens for padding and the like, if there are others.
+    first = 2 if vocabulary > 3 else 0
+    return {"input_ids": torch.randint(first, vocabulary, (BATCH, LENGTH), generator=stream)}
 
 
 def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dict[LayerKind, DerivedRules]:
