@@ -145,7 +145,7 @@ class Case:
 @functools.cache
 def _family(model_type: str) -> TensorPlan:
     """Read the rules of a family once per process."""
-    return with_family(ParallelPlan(), model_type, {}).tensor
+    return with_family(ParallelPlan(), model_type).tensor
 
 
 def batches(rows: Rows = "joined") -> list[dict[str, Tensor]]:

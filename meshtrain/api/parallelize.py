@@ -249,7 +249,7 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
         plan = _with_mesh(plan, mesh)
     if "precision" not in plan.model_fields_set:
         plan = plan.model_copy(update={"precision": _precision_of(model)})
-    return with_family(plan, model.config.model_type, model.config.to_dict())
+    return with_family(plan, model.config.model_type)
 
 
 def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool) -> None:

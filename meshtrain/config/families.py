@@ -1,6 +1,5 @@
 """The shipped families: the tensor rules that are written for a Hugging Face model type."""
 
-from collections.abc import Mapping
 from functools import cache
 
 from meshtrain.config.plan import ParallelPlan
@@ -10,19 +9,13 @@ from meshtrain.config.toml import load_plan
 FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
 
 
-def find_family(model_type: str, config: Mapping[str, object]) -> ParallelPlan | None:
+def find_family(model_type: str) -> ParallelPlan | None:
     """Return the shipped family that is written for a Hugging Face model type, if there is one.
 
     Args:
         model_type: as Hugging Face names it.
-        config: values of the model's configuration, because some types have several families.
     """
-    for family in shipped_families():
-        wanted = family.model_config_has
-        has_all = all(name in config and config[name] == value for name, value in wanted.items())
-        if model_type in family.model_types and has_all:
-            return family
-    return None
+    return next((family for family in shipped_families() if model_type in family.model_types), None)
 
 
 @cache
@@ -31,7 +24,7 @@ def shipped_families() -> tuple[ParallelPlan, ...]:
     return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
 
 
-def with_family(plan: ParallelPlan, model_type: str, config: Mapping[str, object]) -> ParallelPlan:
+def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
     """Return a plan with the tensor rules of the model's family, if it has no styles of its own.
 
     Nothing else of the family is used.
@@ -39,9 +32,8 @@ def with_family(plan: ParallelPlan, model_type: str, config: Mapping[str, object
     Args:
         plan: not changed.
         model_type: as for `find_family`.
-        config: as for `find_family`.
     """
-    family = None if plan.tensor.styles else find_family(model_type, config)
+    family = None if plan.tensor.styles else find_family(model_type)
     if family is None:
         return plan
     rules = {name: getattr(family.tensor, name) for name in FAMILY_RULES}

@@ -78,7 +78,7 @@ class TensorPlan(Settings):
     styles: dict[str, Style] = {}
     """Module pattern -> style. `*` stands for one layer number. Every parameter needs exactly
     one rule when tp > 1. Without any rule, those of the shipped family are used; without a
-    family, they are derived from the plan that the model has in transformers."""
+    family, those of the plan that the model has in transformers, or derived ones."""
     fused: dict[str, list[str] | dict[str, int | str]] = {}
     """Pattern of a fused projection (such as GPT-2's `c_attn`) or of stacked experts -> names
     of its equal parts. Parts of different sizes are a table: part -> its share, as a number or
@@ -195,8 +195,6 @@ class ParallelPlan(Settings):
 
     model_types: list[str] = []
     """Hugging Face model types that this plan is written for. Empty: any."""
-    model_config_has: dict[str, bool | int | str] = {}
-    """Values of the model's configuration that this plan is written for. Empty: any."""
     mesh: MeshPlan = MeshPlan()
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()

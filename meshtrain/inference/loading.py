@@ -113,9 +113,7 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
     # Not validated: a model can generate in number formats in which it cannot be trained.
     precision = PrecisionPlan.model_construct(parameters=dtype, compute=dtype, reduce=dtype)
     tensor = plan.tensor.model_copy(update={"loss_parallel": False})
-    plan = with_family(
-        plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type, config.to_dict()
-    )
+    plan = with_family(plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type)
     num_stages = plan.mesh.pp * plan.pipeline.stages_per_rank
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
     mesh = init_mesh(plan.mesh, device.type)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.nn import mix_in, parameter_table
@@ -160,9 +161,10 @@ def _shares(model: nn.Module, name: str, parts: Parts) -> dict[str, int]:
     if not isinstance(parts, Mapping):
         return dict.fromkeys(parts, 1)
     config = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PretrainedConfig) else config
     shares = {}
     for part, share in parts.items():
-        count = share if isinstance(share, int) else getattr(config, share, None)
+        count = share if isinstance(share, int) else getattr(text, share, None)
         if not isinstance(count, int) or count < 1:
             raise PlanError(f"{KEY}: {name}.{part} = {share!r} is not a number of the model's configuration")
         shares[part] = count

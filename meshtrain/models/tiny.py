@@ -198,6 +198,9 @@ def _small_values(
     kept = _kept_layers(config, num_layers, shared)
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
     tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads, keys).items()}
+    if heads > HEADS:
+        # So many heads are wanted of a model that has fewer too.
+        tiny |= {name: sizes[name] for name in (*WIDTH_NAMES, *HEAD_NAMES) if values.get(name)}
     tiny |= _small_parts(config)
     unchanged = {name for name, value in tiny.items() if value == values.get(name)}
     for name in _computed(config, values, unchanged - {*sizes, *KEY_VALUE_HEADS}):

@@ -79,7 +79,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     hf_config = _load_config(config)
     if config.data.tokenizer.vocab_size is not None:
         check_vocabulary(config.data.tokenizer.vocab_size, hf_config)
-    plan = with_family(config.plan, hf_config.model_type, hf_config.to_dict())
+    plan = with_family(config.plan, hf_config.model_type)
     model = build_meta_model(
         hf_config,
         dtype=DTYPES[plan.precision.parameters],

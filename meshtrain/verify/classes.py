@@ -228,7 +228,7 @@ def _result(proof: Proof | DropoutProof) -> str:
 def _case(
     config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS, *, pretrained: bool
 ) -> ProofCase:
-    plan = with_family(ParallelPlan(tensor=tensor), config.model_type, config.to_dict())
+    plan = with_family(ParallelPlan(tensor=tensor), config.model_type)
     return make_case(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 

@@ -47,7 +47,7 @@ def ensure_proven(resolved: ResolvedRun) -> None:
     config, hf_config, model_class = resolved.config, resolved.hf_config, type(resolved.model)
     flags = _uncovered(hf_config, config.plan)
     is_stock = not config.model.trust_remote_code or _is_stock(model_class)
-    is_known = is_stock and find_family(hf_config.model_type, hf_config.to_dict()) is not None and not flags
+    is_known = is_stock and find_family(hf_config.model_type) is not None and not flags
     # Only a proof shows whether a class keeps documents apart: it may accept positions and make no
     # mask of them.
     separates = config.data.documents == "separate"
@@ -70,7 +70,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
     """
     model_class, config = type(model), model.config
     flags = _uncovered(config, plan)
-    if _is_stock(model_class) and find_family(config.model_type, config.to_dict()) is not None and not flags:
+    if _is_stock(model_class) and find_family(config.model_type) is not None and not flags:
         return
     if not _is_stock(model_class) and not hasattr(config, "auto_map"):
         raise ModelError(
@@ -88,7 +88,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
 
 def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
     """Return the flags with which the tp rules of the model's shipped family are not proven."""
-    has_family = find_family(config.model_type, config.to_dict()) is not None
+    has_family = find_family(config.model_type) is not None
     return uncovered_flags(config) if has_family and plan.mesh.tp > 1 else []
 
 

@@ -68,7 +68,7 @@ def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
 def make_cases_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
     """Return the cases to prove for a model under an unresolved plan; see `make_case`."""
     # Settings that the plan leaves open are resolved for the tiny model separately.
-    plan = with_family(plan, hf_config.model_type, hf_config.to_dict())
+    plan = with_family(plan, hf_config.model_type)
     meshes = shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
     return [make_case(hf_config, plan, mesh, **choices) for mesh in meshes]
 

@@ -32,6 +32,11 @@ def test_startup_benchmark_starts_both_sides_in_every_layout_of_two_ranks() -> N
     assert all(0 < float(before) < float(after) for *_, before, after in rows)
 
 
+def test_collectives_benchmark_counts_both_rules() -> None:
+    _, *rows = run_benchmark("tests.benchmarks.collectives")
+    assert [" ".join(row) for row in rows] == ["GPT-2 4 2 + 2 = 4 2 + 2 = 4"]
+
+
 def test_tokenizing_benchmark_measures_every_contender() -> None:
     lines = run_benchmark("tests.benchmarks.tokenizing")
     rows = {row[0]: row for row in lines if row and row[0] in installed()}

@@ -37,7 +37,7 @@ def build_step_context(degrees: dict[str, int]) -> StepContext:
     model = build_meta_model(config, dtype=torch.float32)
     plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
     batch = BatchShape(GLOBAL_BATCH, MICRO_BATCH, SEQUENCE)
-    plan = resolve_plan(with_family(plan, "llama", {}), model, batch, dist.get_world_size())
+    plan = resolve_plan(with_family(plan, "llama"), model, batch, dist.get_world_size())
     mesh = init_mesh(plan.mesh, "cpu")
     pipeline = build_pipeline(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
     pipeline.initialize(0)

@@ -43,9 +43,7 @@ def stock_of(model: str) -> PreTrainedModel:
 def tiny_pipeline(config: PretrainedConfig, mesh: MeshPlan) -> Pipeline:
     """Build a model in float32 with its computed buffers and without parameter values."""
     model = build_meta_model(config, dtype=torch.float32, attention="eager")
-    plan = with_family(
-        ParallelPlan(mesh=mesh, precision=PrecisionPlan(compute="float32")), config.model_type, config.to_dict()
-    )
+    plan = with_family(ParallelPlan(mesh=mesh, precision=PrecisionPlan(compute="float32")), config.model_type)
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
     plan = resolve_plan(plan, model, BatchShape(4, 1, 8), world_size)
     pipeline = build_pipeline(

@@ -35,8 +35,8 @@ MESHES: list[tuple[Case, dict[str, Any]]] = [
     (Case("llama-untied", (1, 1, 2, 2), sequence_parallel=True), SMALL_FILES),
     (Case("llama-tied", (2, 2, 1, 1), schedule="ZBVZeroBubble", stages_per_rank=2, layers=(1, 1, 1, 1)), {}),
 ]
-# One of every file in parallel_plans/families, two that the hub stores in another layout, and two
-# with buffers in their files.
+# One of every file in parallel_plans/families, more with derived rules, two that the hub stores in
+# another layout, and two with buffers in their files.
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("biogpt", "bloom", "gpt2", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense")),
     *((name, {}) for name in ("inkling_text", "llama", "mistral", "mpt", "opt", "persimmon", "phi3", "qwen2", "qwen3")),

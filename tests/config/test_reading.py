@@ -56,7 +56,7 @@ def test_missing_shipped_plan_is_attributed_to_the_file_that_names_it(write):
         "my.toml: extends: no shipped plan 'families/lama'; did you mean 'families/llama'?",
     )
     (line,) = problems_of(load_plan, "nothing-of-the-kind")
-    assert line.startswith("no shipped plan 'nothing-of-the-kind'; shipped are: families/biogpt, ")
+    assert line.startswith("no shipped plan 'nothing-of-the-kind'; shipped are: families/codegen, ")
 
 
 def test_circular_extends_is_refused(write):

@@ -94,33 +94,23 @@ def test_model_matches_one_family_only():
     families = [load_plan(name) for name in SHIPPED if name.startswith("families/")]
 
     for one, other in combinations(families, 2):
-        if {*one.model_types} & {*other.model_types}:
-            both = one.model_config_has.keys() & other.model_config_has.keys()
-            contradict = any(one.model_config_has[name] != other.model_config_has[name] for name in both)
-            assert contradict, f"{one.model_types} {one.model_config_has} {other.model_config_has}"
+        assert not {*one.model_types} & {*other.model_types}
     for family in families:
-        assert all(find_family(model_type, family.model_config_has) == family for model_type in family.model_types)
-
-
-def test_type_with_several_families_needs_its_configuration():
-    assert find_family("falcon", {}) is None
-    assert find_family("falcon", {"multi_query": True}) is None
-    config = {"multi_query": True, "new_decoder_architecture": False}
-    assert find_family("falcon", config).model_config_has == config
+        assert all(find_family(model_type) == family for model_type in family.model_types)
 
 
 def test_unknown_model_type_has_no_family():
     plan = ParallelPlan(mesh=MeshPlan(tp=2))
 
-    assert find_family("rwkv", {}) is None
-    assert with_family(plan, "rwkv", {}) is plan
+    assert find_family("rwkv") is None
+    assert with_family(plan, "rwkv") is plan
 
 
 def test_family_sets_tensor_rules_only():
     plan = ParallelPlan(mesh=MeshPlan(tp=2), tensor=TensorPlan(sequence_parallel=True))
-    family = find_family("gpt2", {})
+    family = find_family("gpt2")
 
-    filled = with_family(plan, "gpt2", {})
+    filled = with_family(plan, "gpt2")
 
     assert filled.tensor.styles == family.tensor.styles
     assert filled.tensor.fused == family.tensor.fused
@@ -132,7 +122,7 @@ def test_family_sets_tensor_rules_only():
 def test_plan_with_its_own_styles_is_unchanged():
     plan = ParallelPlan(tensor=TensorPlan(styles={"lm_head": "colwise"}))
 
-    assert with_family(plan, "gpt2", {}) is plan
+    assert with_family(plan, "gpt2") is plan
 
 
 def test_dumped_run_loads_back_equal(write, tmp_path):

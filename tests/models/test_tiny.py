@@ -166,7 +166,7 @@ def test_models_beside_the_language_model_are_small() -> None:
 @pytest.mark.parametrize(("heads", "tp", "small"), [(16, 2, 8), (16, 4, 16), (12, 2, 12)])
 def test_heads_in_four_blocks_are_kept(heads: int, tp: int, small: int) -> None:
     config = AutoConfig.for_model("codegen", n_head=heads, n_embd=heads * 64)
-    plan, mesh = with_family(ParallelPlan(), "codegen", {}), MeshPlan(dp_shard=1, tp=tp)
+    plan, mesh = with_family(ParallelPlan(), "codegen"), MeshPlan(dp_shard=1, tp=tp)
     if small == heads == 12:
         with pytest.raises(PlanError, match=r"mesh\.tp = 2 does not divide the four blocks of 12 attention heads"):
             make_case(config, plan, mesh, attention="eager")
@@ -190,7 +190,7 @@ def test_heads_in_four_blocks_are_kept(heads: int, tp: int, small: int) -> None:
 def test_tiny_copy_has_every_kind_of_layer(model_type: str, layers: str | list[int], count: int) -> None:
     config = default_config(model_type)
     mesh = MeshPlan(dp_shard=1) if layers == "balanced" else MeshPlan(pp=2, dp_shard=1)
-    plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type, {})
+    plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type)
     tiny = make_case(config, plan, mesh, attention="eager").hf_config
     real, copy = (
         layer_kinds(build_meta_model(kept, dtype=DTYPES["float32"], attention="eager")) for kept in (config, tiny)
@@ -206,7 +206,7 @@ def test_kind_of_layer_without_a_tiny_copy_is_refused() -> None:
         r"up to 16 layers has$"
     )
     with pytest.raises(ModelError, match=refusal):
-        make_case(config, with_family(ParallelPlan(), "qwen3_moe", {}), MeshPlan(dp_shard=1))
+        make_case(config, with_family(ParallelPlan(), "qwen3_moe"), MeshPlan(dp_shard=1))
 
 
 def test_value_that_a_class_does_not_support_yet_is_refused() -> None:

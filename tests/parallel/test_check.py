@@ -45,7 +45,7 @@ def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTr
 
 def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
     """Return a plan with the rules of a family and the given tables."""
-    plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type, {})
+    plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type)
     kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan, "compile": CompilePlan}
     tensor = plan.tensor.model_copy(update=tables.pop("tensor", {}))
     return plan.model_copy(update={"tensor": tensor, **{name: kinds[name](**table) for name, table in tables.items()}})

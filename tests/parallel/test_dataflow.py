@@ -1,17 +1,25 @@
 """Rules that are derived from what a model computes, for classes that nobody wrote rules for."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import PretrainedConfig
 
 import meshtrain
+from meshtrain.config.families import with_family
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.models.build import build_meta_model, stock_like
 from meshtrain.parallel.tensor.dataflow import DerivedRules, derive_rules
 from meshtrain.parallel.tensor.dataflow.blocks import Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.reach import Reach
+from meshtrain.parallel.tensor.dataflow.shares import PARTS, find_shares
+from meshtrain.parallel.tensor.derive import with_derived_rules
 from tests.api.programs import full_parameters, make_adam
+from tests.benchmarks.collectives import MODELS, layer_counts
 from tests.parallel.families import Family
 from tests.parallel.own_class import make_own
 from tests.ranks import run_on_ranks
@@ -19,7 +27,7 @@ from tests.ranks import run_on_ranks
 
 def rules_of(model_type: str, **config: Any) -> DerivedRules:
     hf_config = Family(model_type, config).hf_config()
-    return derive_rules(build_meta_model(hf_config, dtype=torch.float32, attention="eager"), 2)
+    return derive_rules(build_meta_model(hf_config, dtype=torch.float32, attention="eager"))
 
 
 def eye(size: int, times: int = 1) -> torch.Tensor:
@@ -45,8 +53,72 @@ def test_fused_projections_and_counts_are_found() -> None:
     assert rules.local_attributes == {"transformer.h.*.attn": ["split_size"]}
 
 
+def test_inputs_with_values_for_every_head_are_found() -> None:
+    assert rules_of("mpt").local_inputs == {"transformer.blocks.*.attn": ["position_bias"]}
+    old = rules_of("falcon", alibi=True, multi_query=False, num_kv_heads=4)
+    # Some attention implementations find ALiBi in the mask.
+    assert old.local_inputs == {"transformer.h.*.self_attention": ["alibi", "attention_mask"]}
+    assert not rules_of("falcon").local_inputs
+
+
+@pytest.mark.parametrize(
+    ("heads", "shares"),
+    [
+        (4, ["first", "second", "third"]),
+        (2, {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}),
+        (1, {"first": "num_attention_heads", "second": 2}),
+    ],
+)
+def test_parts_of_other_widths_have_shares(heads: int, shares: Any) -> None:
+    rules = rules_of("phi3", num_key_value_heads=heads)
+    assert rules.fused["model.layers.*.self_attn.qkv_proj"] == shares
+    styles = [rules.styles[f"model.layers.*.self_attn.qkv_proj.{part}"] for part in shares]
+    assert styles == ["colwise"] * 3 if heads > 1 else ["colwise", "replicated_with_grad_allreduce"]
+
+
+def parts(*widths: int, shared: int | None = None) -> list[Part]:
+    return [*(Part(width, "cut") for width in widths), *([Part(shared, "shared")] if shared else [])]
+
+
+def test_shares_are_numbers_that_fit_both_copies() -> None:
+    small, large = (
+        PretrainedConfig(num_attention_heads=heads, num_key_value_heads=keys, half=heads // 2, fixed=2)
+        for heads, keys in ((4, 2), (12, 4))
+    )
+    configs = (small, large)
+    # Two fits the first copy as well.
+    assert find_shares(parts(32, 16), parts(96, 32), configs) == ("num_attention_heads", "num_key_value_heads")
+    assert find_shares(parts(32, 16), parts(96, 48), configs) == ("num_attention_heads", "half")
+    assert find_shares(parts(32, shared=16), parts(96, shared=16), configs) == ("num_attention_heads", 2)
+    # Nothing tells what a width is that is the same in both, or which part of a projection it is.
+    assert find_shares(parts(32, 16), parts(96, 16), configs) is None
+    assert find_shares(parts(32, 16), parts(96, shared=16), configs) is None
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_derived_rules_are_those_of_the_written_families(model_type: str) -> None:
+    model = build_meta_model(Family(model_type).hf_config(), dtype=torch.float32, attention="eager")
+    plan = ParallelPlan(mesh=MeshPlan(tp=2))
+    written = with_family(plan, model_type).tensor
+    derived = TensorPlan(auto=True, **vars(derive_rules(model)))
+    found = with_derived_rules(plan.model_copy(update={"tensor": derived}), model).tensor
+    # Derived rules cannot know what the parts of a fused projection are called.
+    names = dict(zip(("q", "k", "v"), PARTS, strict=False))
+    renamed = {re.sub(r"(?<=c_attn\.)[qkv]$", lambda it: names[it[0]], p): s for p, s in written.styles.items()}
+    assert found.styles == renamed
+    assert found.fused == {p: [names[part] for part in parts] for p, parts in written.fused.items()}
+    assert found.local_attributes == written.local_attributes
+    assert found.local_inputs == written.local_inputs
+
+
+def test_derived_rules_need_not_one_collective_more() -> None:
+    names = ["Llama", "Falcon, multi-query", "MPT"]
+    for found in run_on_ranks(2, layer_counts, names):
+        assert all(sum(count) <= MODELS[name][2] for name in names for count in found[name].values())
+
+
 def test_own_class_has_rules() -> None:
-    rules = derive_rules(stock_like(make_own()), 2)
+    rules = derive_rules(stock_like(make_own()))
     assert rules.styles == {
         "stack.*.mixer.asks": "colwise",
         "stack.*.mixer.offers": "replicated_with_grad_allreduce",
@@ -74,7 +146,7 @@ def test_own_class_has_rules() -> None:
     [("mix across heads", {"asks", "gives", "binds"}), ("norm over the width", {"both", "back"})],
 )
 def test_what_mixes_blocks_stays_whole(twin: str, whole: set[str]) -> None:
-    styles = derive_rules(stock_like(make_own(twin)), 2).styles
+    styles = derive_rules(stock_like(make_own(twin))).styles
     assert styles
     assert not {part for pattern in styles for part in pattern.split(".")} & whole
 
@@ -111,6 +183,21 @@ def test_own_class_trains_like_the_stock_model(mesh: dict[str, int]) -> None:
             torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)
         held |= own.keys()
     assert held == parameters.keys()
+
+
+def test_values_that_all_heads_share_do_not_hide_the_heads() -> None:
+    # Two heads of four inputs. A feature of the value reaches one input of each head.
+    queries, values = eye(2, 4).repeat_interleave(4, 1), eye(4).repeat(1, 2)
+    hits = torch.cat([queries, values])
+    (cut,) = find_cuts({"row": Reach(inputs=8, outputs={"column": hits})}, {"column": torch.zeros(12).bool()})
+    assert (cut.blocks, cut.columns) == (2, {"column": (Part(8, "cut"), Part(4, "shared"))})
+
+
+def test_inputs_that_stay_at_zero_count_as_channels() -> None:
+    hits = eye(4)
+    hits[1, 1] = False
+    (cut,) = find_cuts({"row": Reach(inputs=4, outputs={"column": hits})}, {"column": torch.zeros(4).bool()})
+    assert (cut.blocks, cut.columns) == (4, {"column": (Part(4, "cut"),)})
 
 
 def test_features_that_reach_all_blocks_are_shared() -> None:

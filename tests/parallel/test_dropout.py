@@ -349,7 +349,7 @@ def proof_case(way: str) -> ProofCase:
     model_type, values, switches = WAYS[way]
     config = default_config(model_type)
     config.update(values)
-    plan = with_family(ParallelPlan(tensor=TensorPlan()), model_type, config.to_dict())
+    plan = with_family(ParallelPlan(tensor=TensorPlan()), model_type)
     recompute = RecomputePlan(mode="full" if switches else "none")
     plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=switches), "recompute": recompute})
     return with_dropout(make_case(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))

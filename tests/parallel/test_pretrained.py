@@ -20,7 +20,8 @@ from meshtrain.runtime.mesh import init_mesh
 from tests.ranks import run_on_ranks
 from tests.tiny import tiny_config
 
-# One for each file of parallel_plans/families, and those with another layout on the hub.
+# One for each file of parallel_plans/families, more with derived rules, and those with another
+# layout on the hub.
 FAMILIES = (
     *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense"),
     *("inkling_text", "llama", "mpt", "opt", "persimmon", "phi3", "qwen3", "stablelm", "biogpt"),
@@ -51,7 +52,7 @@ def differing_names(folder: Path, degrees: dict[str, int]) -> list[str]:
     wanted = stock_class(model).from_pretrained(folder, dtype=torch.float32).state_dict()
     plan = ParallelPlan(mesh=MeshPlan(**degrees), precision=PrecisionPlan(compute="float32"))
     world_size = torch.distributed.get_world_size()
-    plan = resolve_plan(with_family(plan, config.model_type, config.to_dict()), model, BatchShape(4, 1, 16), world_size)
+    plan = resolve_plan(with_family(plan, config.model_type), model, BatchShape(4, 1, 16), world_size)
     mesh = init_mesh(plan.mesh, "cpu")
     pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
     load_pretrained(pipeline, folder)

@@ -265,12 +265,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "mesh.tp to 1",
         ),
         (
-            Family("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
-            2,
-            "tensor.styles: transformer.h.*.self_attention.dense is 'rowwise', but it is not called: with this "
-            "configuration the model computes with its weight elsewhere, so it cannot be cut; set mesh.tp = 1",
-        ),
-        (
             Family("mixtral", {**MIXTRAL, "num_local_experts": 3}, {"experts": "expert"}),
             2,
             "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; set mesh.tp to "
@@ -367,8 +361,14 @@ def test_experts_start_equal_on_every_mesh() -> None:
             "has a part of them; keep the projections around it whole ('colwise_gather_output' and "
             "'rowwise_split_input'), or set mesh.tp = 1",
         ),
+        (
+            Family("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
+            {"transformer.h.*.self_attention.dense": "rowwise_split_input"},
+            "transformer.h.*.self_attention.dense is 'rowwise_split_input', but it is not called: with this "
+            "configuration the model computes with its weight elsewhere, so it cannot be cut; set mesh.tp = 1",
+        ),
     ],
-    ids=["not summed", "per head", "counted twice", "joint"],
+    ids=["not summed", "per head", "counted twice", "joint", "not called"],
 )
 def test_wrong_rules_for_the_heads_are_refused(family: Family, wrong: dict[str, Style], message: str) -> None:
     plan, model = resolve_family(family, (1, 1, 1, 2))

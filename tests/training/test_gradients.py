@@ -86,7 +86,7 @@ def norm_in_one_process(model: str) -> tuple[float, set[str]]:
     """Return torch's norm of the full gradients in one process, and their names."""
     config = load_hf_config(MODELS[model])
     stock = build_meta_model(config, dtype=torch.float64)
-    unfuse(stock, with_family(ParallelPlan(), config.model_type, config.to_dict()).tensor.fused)
+    unfuse(stock, with_family(ParallelPlan(), config.model_type).tensor.fused)
     shapes = {name: parameter.shape for name, parameter in stock.named_parameters()}
     parameters = []
     for name, shape in shapes.items():

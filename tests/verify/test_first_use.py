@@ -13,7 +13,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import load_run
 from meshtrain.models.build import build_meta_model
 from meshtrain.training.resolve import resolve_run
-from meshtrain.verify import first_use
+from meshtrain.verify import first_use, record
 from meshtrain.verify.case import ProofCase
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
 
@@ -52,6 +52,10 @@ def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
         cases.append(case)
 
     monkeypatch.setattr(first_use, "_prove", note)
+    shipped = record._load()
+    flags = {**shipped["gpt2"]["proven"], "scale_attn_weights": [True]}
+    known = {"gpt2": {**shipped["gpt2"], "proven": flags}}
+    monkeypatch.setattr(record, "_load", lambda: {**shipped, **known})
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     write_text(tmp_path / "text.jsonl")
     return cases
@@ -88,29 +92,14 @@ def test_stock_class_of_a_known_type_needs_no_proof(proven: list[ProofCase]) -> 
     assert not proven
 
 
-def test_type_with_several_families_needs_no_proof(proven: list[ProofCase]) -> None:
-    text = """
+GPT2_TEXT = """
 [model]
-type = "falcon"
-
-[model.config]
-vocab_size = 300
-hidden_size = 32
-num_hidden_layers = 4
-num_attention_heads = 4
-"""
-    ensure_proven(text)
-    assert not proven
-
-
-BLOOM_TEXT = """
-[model]
-type = "bloom"
+type = "gpt2"
 attention = "eager"
 
 [model.config]
 vocab_size = 300
-hidden_size = 32
+n_embd = 32
 n_layer = 4
 n_head = 4
 {flags}
@@ -124,9 +113,9 @@ tp = {tp}
     ("flags", "times"),
     [
         ("", 0),
-        ("apply_residual_connection_post_layernorm = true", 0),
-        # No variant of BLOOM was proven with this value.
-        ("pretraining_tp = 3", 1),
+        ("reorder_and_upcast_attn = true", 0),
+        # The record has no variant of GPT-2 with this value.
+        ("scale_attn_weights = false", 1),
     ],
 )
 def test_family_with_uncovered_flags_is_proven_once(
@@ -134,10 +123,10 @@ def test_family_with_uncovered_flags_is_proven_once(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for _ in range(2):
-        ensure_proven(BLOOM_TEXT.format(flags=flags, tp=2))
+        ensure_proven(GPT2_TEXT.format(flags=flags, tp=2))
         assert len(proven) == times
     # Without tensor parallelism the rules of the family are not used.
-    ensure_proven(BLOOM_TEXT.format(flags=flags, tp=1))
+    ensure_proven(GPT2_TEXT.format(flags=flags, tp=1))
     assert len(proven) == times
 
 
@@ -146,7 +135,7 @@ def test_program_proves_a_family_with_uncovered_flags(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     plan = ParallelPlan(mesh=MeshPlan(tp=2, dp_shard=1))
-    for flags, times in (({}, 0), ({"pretraining_tp": 3}, 1)):
-        config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=4, n_head=4, **flags)
+    for flags, times in (({}, 0), ({"scale_attn_weights": False}, 1)):
+        config = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=4, n_head=4, **flags)
         first_use.ensure_model_proven(build_meta_model(config, dtype=torch.float32, attention="eager"), plan)
         assert len(proven) == times

@@ -46,7 +46,7 @@ UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 
 def case_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
-    plan = with_family(ParallelPlan(**tables), model_type, {})
+    plan = with_family(ParallelPlan(**tables), model_type)
     return make_case(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
 
 
@@ -152,7 +152,7 @@ def test_correct_plans_are_proven() -> None:
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
 def test_length_dependent_frequencies_are_proven(rope: dict[str, Any]) -> None:
-    plan = with_family(ParallelPlan(), "llama", {})
+    plan = with_family(ParallelPlan(), "llama")
     config = AutoConfig.for_model("llama", **{**LLAMA, "rope_parameters": rope})
     found, divergent = findings_of(no_damage, make_case(config, plan, MeshPlan(pp=2, dp_shard=1), rows="bucketed"))
     assert all(finding.holds for finding in found.values()), found

@@ -74,7 +74,6 @@ def _import(folder: Path, root: Location) -> None:
     plan = with_family(
         ParallelPlan(precision=PrecisionPlan(parameters=dtype, compute=dtype)),
         hf_config.model_type,
-        hf_config.to_dict(),
     )
     model = build_meta_model(hf_config, dtype=DTYPES[dtype], attention="eager")
     world_size = world_size_from_environment()

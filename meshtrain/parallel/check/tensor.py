@@ -19,7 +19,7 @@ from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.router_loss import find_routers
-from meshtrain.parallel.tensor.dataflow import where_shares_differ
+from meshtrain.parallel.tensor.dataflow.checks import where_shares_differ
 from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
 from meshtrain.parallel.tensor.head_share import heads_of, local_value, uneven_heads
 from meshtrain.parallel.tensor.rules import (

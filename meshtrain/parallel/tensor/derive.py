@@ -9,7 +9,6 @@ Blocks whose parameters are all sharded share the collective of their input.
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,11 +17,11 @@ from meshtrain import console
 from meshtrain.compat.transformers import tensor_plan
 from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
-from meshtrain.errors import ModelError, PlanError, UserError
+from meshtrain.errors import PlanError, UserError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.dataflow import derive_rules, where_rules_fail
+from meshtrain.parallel.tensor.dataflow.checks import where_rules_fail
 from meshtrain.parallel.tensor.dataflow.parts import WAYS
 from meshtrain.parallel.tensor.flow import Flow, follow_heads
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
@@ -37,24 +36,13 @@ from meshtrain.parallel.tensor.rules import (
     unchecked_rules,
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
+from meshtrain.parallel.tensor.sources import FROM_TRANSFORMERS, Source, from_values, own_rules, without_gathering
 from meshtrain.parallel.tensor.styles import STYLES
 
-# Style name of transformers -> our style.
-FROM_TRANSFORMERS = {theirs: ours for ours, row in STYLES.items() for theirs in row.transformers}
 # Names of transformers for projections and experts that hold several parts.
 PACKED = ("packed_colwise", "packed_rowwise")
 SUMMED: Style = "replicated_with_grad_allreduce"
 PER_HEAD: Style = "per_head"
-
-
-@dataclass
-class _Source:
-    """Rules that are known before the model is inspected: pattern -> rule, as in a `TensorPlan`."""
-
-    styles: dict[str, Style] = field(default_factory=dict)
-    fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
-    local_attributes: dict[str, list[str]] = field(default_factory=dict)
-    local_inputs: dict[str, list[str]] = field(default_factory=dict)
 
 
 def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
@@ -75,7 +63,7 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     if plan.tensor.styles and not plan.tensor.auto:
         plan = plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
         return with_shared_heads(plan, model)
-    source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
+    source = own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
     rules: dict[str, object] = {"fused": fused, "auto": False, "styles": {}}
@@ -103,40 +91,22 @@ def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
 
 
-def _own_rules(tensor: TensorPlan) -> _Source:
-    return _Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
-
-
-def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
+def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> Source:
     tp = plan.mesh.tp
-    family = find_family(model.config.model_type, model.config.to_dict())
+    family = find_family(model.config.model_type)
     if family is not None:
-        return _own_rules(family.tensor)
+        return own_rules(family.tensor)
     words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
     ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     if not words.keys() - ends:
-        return _from_values(model, tp)
+        return from_values(model, tp)
     words = {pattern: word for pattern, word in words.items() if pattern not in ends}
+    if (better := without_gathering(words, model)) is not None:
+        return better
     if (problem := _problem_of(words, model, plan)) is None:
         return _translate(words, plan.tensor.experts)
     console.line(f"The tensor parallel plan of transformers for a {model.config.model_type} is not used: {problem}")
-    return _from_values(model, tp)
-
-
-def _from_values(model: PreTrainedModel, tp: int) -> _Source:
-    """Return rules derived from what a tiny copy of the model computes.
-
-    Raises:
-        ModelError: if there is no such copy, and tp needs rules.
-    """
-    try:
-        derived = derive_rules(model, tp)
-    except ModelError:
-        if tp > 1:
-            raise
-        # Rules only name what is fused here, and without rules nothing is, on any mesh.
-        return _Source()
-    return _Source(derived.styles, derived.fused, derived.local_attributes)
+    return from_values(model, tp)
 
 
 def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: ParallelPlan) -> str | None:
@@ -168,9 +138,9 @@ def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: Parallel
     return None if module is None else f"two processes would not compute {module} as one does"
 
 
-def _translate(words: Mapping[str, str], experts: str) -> _Source:
+def _translate(words: Mapping[str, str], experts: str) -> Source:
     """Return our rules for a plan of transformers: pattern -> style name."""
-    source = _Source()
+    source = Source()
     # The last dimension of these experts holds their parts and is not cut, so they stay full.
     last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
     full = {pattern.rpartition(".")[0] for pattern in last} if experts == "tensor" else set()

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,7 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
             _localize(module, attribute, uneven, rank, tp)
         if inputs := rules.local_inputs.get(name):
             count = model.config.get_text_config().num_attention_heads
-            share = Heads(count, count).of(rank, tp).queries
-            module.register_forward_pre_hook(partial(_own_heads, inputs, count, share), with_kwargs=True)
+            see_own_inputs(module, inputs, heads=count, rank=rank, tp=tp)
     modules = dict(model.named_modules())
     shared = (name for name, style in rules.styles.items() if STYLES[style].gives == "own keys" and name in modules)
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
@@ -77,6 +76,35 @@ def local_widths(module: nn.Module, row: StyleRow, heads: Heads | None, rank: in
     return sum(at.stop - at.start for at in at_inputs), sum(at.stop - at.start for at in at_outputs)
 
 
+def see_own_inputs(module: nn.Module, names: Sequence[str], *, heads: int, rank: int, tp: int) -> None:
+    """Give a module only one process's heads of some inputs.
+
+    Args:
+        module: changed in place.
+        names: of the inputs: see `has_heads`.
+        heads: of the complete model.
+        rank: of the process, among the `tp` that share the heads.
+        tp: number of processes that share the heads.
+    """
+    share = Heads(heads, heads).of(rank, tp).queries
+    module.register_forward_pre_hook(partial(_own_heads, names, heads, share), with_kwargs=True)
+
+
+def named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call of a module by name."""
+    return {**dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)), **kwargs}
+
+
+def has_heads(value: Any, heads: int) -> bool:
+    """Return whether an input has values for every head.
+
+    It is then (batch * heads, ..., ...), (heads, ..., ...) or (batch, heads, ..., ...).
+    """
+    if not isinstance(value, Tensor) or value.dim() not in (3, 4):
+        return False
+    return value.shape[1] == heads if value.dim() == 4 else value.shape[0] % heads == 0
+
+
 def _localize(module: nn.Module, attribute: str, heads: Heads | None, rank: int, tp: int) -> None:
     owner, _, name = attribute.rpartition(".")
     if owner:
@@ -98,8 +126,10 @@ def _own_heads(
     positions = {name: index - 1 for index, name in enumerate(inspect.signature(forward).parameters)}
     values = list(args)
     for name in names:
-        if positions[name] < len(values):
-            values[positions[name]] = _slice_heads(values[positions[name]], heads, share)
+        # Some inputs are in `**kwargs` of the forward.
+        at = positions.get(name, len(values))
+        if at < len(values):
+            values[at] = _slice_heads(values[at], heads, share)
         elif name in kwargs:
             kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, share)}
     return tuple(values), kwargs

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.models.fused import Parts
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.tensor.dataflow import head_labels
+from meshtrain.parallel.tensor.dataflow.checks import head_labels
 from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.styles import STYLES

@@ -2,13 +2,17 @@
 
 Modules:
     blocks: divides features into blocks that do not mix: heads, groups of heads, channels.
+    checks: finds out what rules over several processes would compute.
+    copies: builds the tiny copies.
     head_labels: finds out which projections give and take heads.
-    parts: finds out whether rules compute what a model computes.
+    parts: runs a model as each of several processes.
+    places: puts the cuts of all layers together that are alike.
     reach: finds out which outputs of projections reach which inputs of other projections.
+    shares: says how wide the parts of a fused projection are.
     trial: finds out which numbers of a module count heads or channels.
 
-The package itself has `derive_rules`, and `where_rules_fail` for rules from elsewhere. Both compute
-with a tiny copy of the model, so nothing depends on the names that a class uses.
+The package itself has `derive_rules`. It computes with a tiny copy of the model, so nothing depends
+on the names that a class uses.
 """
 
 import copy
@@ -20,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
@@ -30,14 +34,14 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_model
 from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
-from meshtrain.models.refusals import REFUSALS, refusal_reason
+from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
-from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel, labels_of
-from meshtrain.parallel.tensor.dataflow.parts import WAYS, where_parts_differ
-from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
-from meshtrain.parallel.tensor.dataflow.trial import Attribute, local_attributes, modules_around
-from meshtrain.parallel.tensor.head_share import heads_of
+from meshtrain.parallel.tensor.dataflow.copies import inputs_of, tiny_model
+from meshtrain.parallel.tensor.dataflow.places import Place, cuts_alike, places_of
+from meshtrain.parallel.tensor.dataflow.reach import Recording, reach_of, record, returned_directly
+from meshtrain.parallel.tensor.dataflow.shares import PARTS, Share, find_shares, part_names
+from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, head_count, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
 from meshtrain.parallel.tensor.rules import TensorRules, rule_names
 from meshtrain.parallel.tiny_copy import (
@@ -49,10 +53,7 @@ from meshtrain.parallel.tiny_copy import (
     tiny_config,
 )
 
-FEWEST_LAYERS = 4
-MANY_HEADS = 12
-BATCH, LENGTH, NOISE = 2, 8, 0.05
-PARTS = ("first", "second", "third", "fourth", "fifth", "sixth")
+MANY_HEADS, MANY_KEYS = 12, 4
 
 
 @dataclass
@@ -62,121 +63,81 @@ class DerivedRules:
     styles: dict[str, Style] = field(default_factory=dict)
     fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
     local_attributes: dict[str, list[str]] = field(default_factory=dict)
+    local_inputs: dict[str, list[str]] = field(default_factory=dict)
 
 
-def derive_rules(model: PreTrainedModel, tp: int) -> DerivedRules:
+def derive_rules(model: PreTrainedModel) -> DerivedRules:
     """Derive the rules of a model from what a tiny copy of it computes.
 
     Args:
         model: stock, on the meta device; it is not changed.
-        tp: number of processes that will share a layer.
 
     Raises:
         ModelError: if there is no tiny copy with all kinds of its layers.
     """
-    tiny = _tiny_model(model, tp)
+    # Two processes do not share key-value heads here, if there are two: what they share must not
+    # pass for what one process computes.
+    tiny = tiny_model(model, WAYS)
     with float32_casts_lifted():
-        found = _derive(tiny)
+        found = _derive(tiny, partial(_larger_copy, model))
     return _for_model(model, found)
 
 
-def head_labels(model: PreTrainedModel) -> dict[str, tuple[HeadLabel, ...]]:
-    """Return pattern of a projection -> what its outputs are in attention, part by part.
+def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dict[LayerKind, DerivedRules]:
+    """Return the rules for each kind of layer of a model with values, by name inside the layer.
 
     Args:
-        model: stock, on the meta device; it is not changed.
-
-    Raises:
-        ModelError: if there is no tiny copy with all kinds of its layers.
+        tiny: with values.
+        larger: builds a copy with more heads.
     """
-    of_model = heads_of(model.config)
-    if of_model is None:
-        return {}
-    few = of_model.queries <= MANY_HEADS
-    tiny = _tiny_model(model, 1, heads=min(of_model.queries, MANY_HEADS), keys=of_model.keys if few else None)
-    heads = heads_of(tiny.config)
-    assert heads is not None, "a copy has heads as the model has"
-    with float32_casts_lifted():
-        recording = record(tiny, _inputs(tiny))
-        reached = {name: reach_of(recording, name) for name in recording.calls}
-        cuts = [*find_cuts(reached, returned_directly(recording), ways=1)]
-    found: dict[str, set[tuple[HeadLabel, ...]]] = defaultdict(set)
-    for cut in cuts:
-        for name, labels in labels_of(cut, reached, heads).items():
-            found[as_pattern(name)].add(labels)
-    return {pattern: next(iter(labels)) for pattern, labels in found.items() if len(labels) == 1}
-
-
-def where_shares_differ(
-    model: PreTrainedModel,
-    tp: int,
-    fused: Mapping[str, Parts],
-    rules_of: Callable[[PreTrainedModel], TensorRules],
-) -> str | None:
-    """Do `where_rules_fail` with as many heads as the model has, and as many processes."""
-    heads = heads_of(model.config)
-    assert heads is not None, "the layers differ in their numbers of heads"
-    tiny = _tiny_model(model, 1, heads=heads.queries, keys=heads.keys)
-    return _where_rules_fail(tiny, tp, fused, rules_of)
-
-
-def where_rules_fail(
-    model: PreTrainedModel,
-    tp: int,
-    fused: Mapping[str, Parts],
-    rules_of: Callable[[PreTrainedModel], TensorRules],
-) -> str | None:
-    """Return the module of a tiny copy that rules from elsewhere would compute wrongly.
-
-    Args:
-        model: stock, on the meta device; it is not changed.
-        tp: number of processes that will share a layer.
-        fused: pattern -> parts, of the rules.
-        rules_of: unfused copy on the meta device -> its rules over two processes.
-
-    Returns:
-        None if two processes compute what one computes.
-
-    Raises:
-        ModelError: if there is no tiny copy with all kinds of its layers.
-        PlanError: if the rules cannot be followed.
-    """
-    return _where_rules_fail(_tiny_model(model, tp), WAYS, fused, rules_of)
-
-
-def _where_rules_fail(
-    tiny: PreTrainedModel,
-    tp: int,
-    fused: Mapping[str, Parts],
-    rules_of: Callable[[PreTrainedModel], TensorRules],
-) -> str | None:
-    on_meta = _on_meta(type(tiny), tiny.config)
-    for copied in (tiny, on_meta):
-        unfuse(copied, fused)
-    rules = rules_of(on_meta)
-    with float32_casts_lifted():
-        return where_parts_differ(tiny, _inputs(tiny), rules, tp)
-
-
-def _inputs(tiny: PreTrainedModel) -> dict[str, Tensor]:
-    stream = torch.Generator().manual_seed(1)
-    vocabulary = tiny.config.get_text_config().vocab_size
-    return {"input_ids": torch.randint(2, vocabulary, (BATCH, LENGTH), generator=stream)}
-
-
-def _derive(tiny: PreTrainedModel) -> dict[LayerKind, DerivedRules]:
-    """Return the rules for each kind of layer of a model with values, by name inside the layer."""
-    inputs = _inputs(tiny)
+    inputs = inputs_of(tiny)
     recording = record(copy.deepcopy(tiny), inputs)
-    reached = {name: reach_of(recording, name) for name in recording.calls}
-    cuts = [cut for cut in find_cuts(reached, returned_directly(recording), WAYS) if _has_rules(cut, tiny)]
-    places = _places(tiny, cuts, recording.calls)
+    cuts = [cut for cut in _find_cuts(recording, recording.calls) if _has_rules(cut, tiny)]
+    shares = _shares(tiny, larger, cuts)
+    cuts = [cut for cut in cuts if all(shares.get(as_pattern(name), ()) is not None for name in cut.columns)]
+    places = places_of(tiny, cuts, recording.calls)
     rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
-    for same in _alike(cuts, places):
-        attributes = local_attributes(tiny, inputs, recording, same)
-        if attributes is not None and not any(_is_alone(pattern, same) for pattern, _ in attributes):
-            _add(rules, same[0], attributes, places, tiny)
+    for same in cuts_alike(cuts, places):
+        local = find_local(tiny, inputs, recording, same)
+        if local is not None and not any(_is_alone(pattern, same) for pattern, _ in local.attributes):
+            _add(rules, same[0], places, tiny, shares)
+            _add_local(rules, same[0], local, places)
     return rules
+
+
+def _find_cuts(recording: Recording, rows: Iterable[str]) -> Iterator[Cut]:
+    return find_cuts({name: reach_of(recording, name) for name in rows}, returned_directly(recording), WAYS)
+
+
+def _larger_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy in which the numbers of heads are in another proportion."""
+    keys, heads = key_value_heads(model.config), head_count(model)
+    grouped = keys is not None and heads is not None and 1 < keys < heads
+    return tiny_model(model, WAYS, heads=MANY_HEADS, keys=MANY_KEYS if grouped else None)
+
+
+def _shares(
+    tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel], cuts: Sequence[Cut]
+) -> dict[str, tuple[Share, ...] | None]:
+    """Return pattern of a fused projection -> the shares of its parts.
+
+    None stands for shares that nothing tells.
+    """
+    config = tiny.config.get_text_config()
+    fused = {
+        as_pattern(name): (parts, cut.rows)
+        for cut in cuts
+        for name, parts in cut.columns.items()
+        if len(_columns(parts, config) or ()) > 1
+    }
+    if not fused:
+        return {}
+    other = larger()
+    recording = record(copy.deepcopy(other), inputs_of(other))
+    rows = dict.fromkeys(row for _, rows in fused.values() for row in rows)
+    found = {as_pattern(name): parts for cut in _find_cuts(recording, rows) for name, parts in cut.columns.items()}
+    configs = tiny.config, other.config
+    return {name: find_shares(parts, found.get(name, ()), configs) for name, (parts, _) in fused.items()}
 
 
 def _for_model(model: PreTrainedModel, found: Mapping[LayerKind, DerivedRules]) -> DerivedRules:
@@ -204,57 +165,21 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(regex.fullmatch(name) for name in names)
 
 
-def _tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
-    """Return a tiny copy of a model with random values, in float64 on the CPU.
-
-    Args:
-        heads: numbers of heads other than those of `tiny_config`.
-    """
-    kind = stock_class(model)
-    make = partial(tiny_config, model.config, tp=tp, **heads)
-    numbers = range(min(FEWEST_LAYERS, model.config.get_text_config().num_hidden_layers), MAX_LAYERS + 1)
-    _, config, _ = copy_with_all_kinds(layer_kinds(model), numbers, make, partial(_on_meta, kind))
-    implementation = attention_implementation(model.config)
-    if implementation not in ("eager", "sdpa"):
-        # The other implementations are kernels for one kind of device.
-        implementation = "sdpa" if supports_sdpa(kind) else "eager"
-    set_attention_implementation(config, implementation)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        built = build(kind, config, torch.float64)
-        for parameter in built.parameters():
-            # Some parameters start as zeros, which let nothing through.
-            noise = torch.randn(parameter.shape, dtype=torch.float64)
-            parameter.data = parameter.data.to(torch.float64) + NOISE * noise
-    return built.train()
-
-
-def _on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    try:
-        return stock_model(kind, config, torch.float32)
-    except REFUSALS as error:
-        raise ModelError(
-            f"transformers cannot build a tiny {config.model_type} model: {refusal_reason(error)}"
-        ) from error
-
-
 def _has_rules(cut: Cut, model: PreTrainedModel) -> bool:
     """Return whether styles exist for all parts of a cut."""
     config = model.config.get_text_config()
-    known = all(_column(parts, config) is not None for parts in cut.columns.values())
+    known = all(_columns(parts, config) is not None for parts in cut.columns.values())
     return known and all(_is_local(name, dim, cut, model) for name, dim in cut.parameters.items())
 
 
-def _column(parts: Sequence[Part], config: PretrainedConfig) -> tuple[Style, int] | None:
-    """Return the style of the outputs of a projection, and the number of its fused parts."""
-    kinds, widths = [part.kind for part in parts], {part.width for part in parts}
-    if kinds == ["shared"]:
-        return "replicated_with_grad_allreduce", 1
+def _columns(parts: Sequence[Part], config: PretrainedConfig) -> tuple[Style, ...] | None:
+    """Return the styles of the outputs of a projection: one, or one for each of its fused parts."""
+    kinds = [part.kind for part in parts]
     if kinds == ["whole", "shared"] and parts[1].width == mla_rope_width(config):
-        return "mla_kv_a_proj", 1
-    if set(kinds) == {"cut"} and len(widths) == 1 and len(parts) <= len(PARTS):
-        return "colwise", len(parts)
-    return None
+        return ("mla_kv_a_proj",)
+    if "whole" in kinds or len(parts) > len(PARTS) or (len(parts) > 1 and "cut" not in kinds):
+        return None
+    return tuple("colwise" if kind == "cut" else "replicated_with_grad_allreduce" for kind in kinds)
 
 
 def _is_local(name: str, dim: int | None, cut: Cut, model: PreTrainedModel) -> bool:
@@ -279,68 +204,12 @@ def _contains_projection(owner: str, cut: Cut) -> bool:
     return any(name.startswith(f"{owner}.") for name in (*cut.columns, *cut.rows))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a module or parameter of a layer is.
-
-    Attributes:
-        kind: of the layer.
-        pattern: of its name inside the layer, with a dot in front; empty for the layer itself.
-    """
-
-    kind: LayerKind
-    pattern: str
-
-
-def _places(tiny: PreTrainedModel, cuts: Sequence[Cut], projections: Iterable[str]) -> dict[str, _Place]:
-    """Return name -> place, for everything inside the layers.
-
-    Numbers are replaced in the patterns, as those of experts, unless projections that differ in
-    them have different parts in a cut, as those of an `nn.Sequential`.
-    """
-    layers, _ = find_layers(tiny)
-    kinds = kinds_of_layers(tiny)
-    parts: dict[str, set[str]] = defaultdict(set)
-    for cut in cuts:
-        for name in (*cut.columns, *cut.rows):
-            parts[as_pattern(name)].add(str(cut.columns.get(name)))
-    places = {}
-    for name in (f"{layers}.{inside}" for inside in _names(tiny.get_submodule(layers))):
-        index, _, inner = name.removeprefix(f"{layers}.").partition(".")
-        replaced = as_pattern(f".{inner}") if len(parts[as_pattern(name)]) < 2 else f".{inner}"
-        places[name] = _Place(kinds[int(index)], replaced if inner else "")
-    return places
-
-
-def _names(layers: nn.Module) -> Iterator[str]:
-    yield from (name for name, _ in layers.named_modules() if name)
-    yield from (name for name, _ in layers.named_parameters())
-
-
-def _alike(cuts: Sequence[Cut], places: Mapping[str, _Place]) -> Iterator[list[Cut]]:
-    """Yield the cuts that are alike, if all projections in the same place are cut so."""
-    groups: dict[str, list[Cut]] = defaultdict(list)
-    treated: dict[str, set[str]] = defaultdict(set)
-    for cut in cuts:
-        columns = sorted({f"{places[name]} {parts}" for name, parts in cut.columns.items()})
-        group = str((columns, sorted({str(places[name]) for name in cut.rows})))
-        groups[group].append(cut)
-        for name in (*cut.columns, *cut.rows):
-            treated[name].add(group)
-    in_place: dict[_Place, set[frozenset[str]]] = defaultdict(set)
-    for name, place in places.items():
-        in_place[place].add(frozenset(treated[name]))
-    for same in groups.values():
-        if all(len(in_place[places[name]]) == 1 for cut in same for name in (*cut.columns, *cut.rows)):
-            yield same
-
-
 def _add(
     rules: Mapping[LayerKind, DerivedRules],
     cut: Cut,
-    attributes: Sequence[Attribute],
-    places: Mapping[str, _Place],
+    places: Mapping[str, Place],
     tiny: PreTrainedModel,
+    shares: Mapping[str, tuple[Share, ...] | None],
 ) -> None:
     """Add the rules of cuts that are alike, by pattern inside the layer.
 
@@ -351,14 +220,16 @@ def _add(
         rules[places[name].kind].styles[f"{places[name].pattern}{suffix}"] = style
 
     for name, parts in cut.columns.items():
-        column, place = _column(parts, tiny.config.get_text_config()), places[name]
-        assert column is not None, "a cut without rules"
-        style, count = column
-        if count == 1:
-            give(name, style)
+        styles, place = _columns(parts, tiny.config.get_text_config()), places[name]
+        assert styles is not None, "a cut without rules"
+        if len(styles) == 1:
+            give(name, styles[0])
             continue
-        rules[place.kind].fused[place.pattern] = [*PARTS[:count]]
-        for part in PARTS[:count]:
+        of_parts = shares[as_pattern(name)]
+        assert of_parts is not None, "a fused projection without shares"
+        table = dict(zip(part_names(of_parts), of_parts, strict=True))
+        rules[place.kind].fused[place.pattern] = [*table] if len({*of_parts}) == 1 else table
+        for part, style in zip(table, styles, strict=True):
             give(name, style, f".{part}")
     for name in cut.rows:
         give(name, "rowwise")
@@ -369,8 +240,13 @@ def _add(
             give(name, "colwise")
         else:
             give(owner, "per_head")
+
+
+def _add_local(rules: Mapping[LayerKind, DerivedRules], cut: Cut, local: Local, places: Mapping[str, Place]) -> None:
+    """Add what the modules around cuts that are alike see of one process, by pattern."""
     around = dict.fromkeys(places[name] for name in sorted(modules_around(cut)))
-    for (pattern, attribute), place in itertools.product(attributes, around):
-        if pattern.endswith(f"*{place.pattern}"):
-            found = rules[place.kind].local_attributes.setdefault(place.pattern, [])
-            found += [attribute] if attribute not in found else []
+    for table in (it.name for it in fields(Local)):
+        for (pattern, name), place in itertools.product(getattr(local, table), around):
+            if pattern.endswith(f"*{place.pattern}"):
+                found = getattr(rules[place.kind], f"local_{table}").setdefault(place.pattern, [])
+                found += [name] if name not in found else []

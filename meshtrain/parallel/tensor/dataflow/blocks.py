@@ -103,7 +103,7 @@ def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str
     elsewhere = {source: _used_elsewhere(source, rows, reached) | outside[source] for source in sources}
     every = torch.cat([*hits.values()])
     counts = every.sum(1)
-    for chosen in _candidates(counts):
+    for chosen in _choices(counts):
         blocks = _blocks(every[chosen])
         number = int(blocks.max()) + 1
         if number < 2 or number % ways or not all(_is_even(part, number) for part in blocks.split(widths)):
@@ -118,18 +118,15 @@ def _cut(rows: Sequence[str], reached: Mapping[str, Reach], outside: Mapping[str
     return None
 
 
-def _candidates(counts: Tensor) -> Iterator[Tensor]:
-    """Yield which features may divide the inputs into blocks, (features) bool.
+def _choices(counts: Tensor) -> Iterator[Tensor]:
+    """Yield (features) bool: which features decide about the blocks.
 
-    Args:
-        counts: (features) int, how many inputs each feature reaches.
-
-    Features that reach many inputs may be shared by the blocks. If one value head serves all query
-    heads, its features reach fewer inputs than those of a query head, and are shared nevertheless.
+    A feature that reaches more inputs than others may be shared by all blocks, as a key is that all
+    heads use. So may one that reaches fewer: a value that all heads use reaches one input of each.
     """
-    different = sorted({count for count in counts.tolist() if count}, reverse=True)
-    yield from (counts <= count for count in different)
-    yield from (counts == count for count in different)
+    found = sorted({count for count in counts.tolist() if count}, reverse=True)
+    yield from (counts <= most for most in found)
+    yield from (counts == count for count in found)
 
 
 def joined_hits(source: str, rows: Sequence[str], reached: Mapping[str, Reach]) -> Tensor:
@@ -155,6 +152,7 @@ def _blocks(hits: Tensor) -> Tensor:
 
     Returns:
         (inputs) int, numbered in the order of the inputs; `UNUSED` for inputs that nothing reaches.
+        Where each block is one input, an input that nothing reaches, as behind a ReLU, is one too.
     """
     blocks = torch.full(hits.shape[1:], UNUSED)
     number = 0
@@ -170,7 +168,7 @@ def _blocks(hits: Tensor) -> Tensor:
             block = wider
         blocks[block] = number
         number += 1
-    return blocks
+    return torch.arange(len(blocks)) if number == int((blocks != UNUSED).sum()) else blocks
 
 
 def _is_even(labels: Tensor, blocks: int) -> bool:

@@ -1,4 +1,4 @@
-"""Find out which numbers of a module count heads or channels, by computing with a part of them.
+"""Find out what a module counts or receives for each head, by computing with a part of the heads.
 
 A trial runs the model as one of two processes would: the projections of a cut compute their part.
 It holds if each projection with cut inputs receives exactly its part of what it received before.
@@ -7,6 +7,8 @@ It holds if each projection with cut inputs receives exactly its part of what it
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.nn import become, parameter_table, set_forward
 from meshtrain.compat.transformers import note_reads
+from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part
 from meshtrain.parallel.tensor.dataflow.reach import Call, Recording
+from meshtrain.parallel.tensor.heads import has_heads, named_inputs, see_own_inputs
 from meshtrain.parallel.tensor.modules import see_own_heads
 
 WAYS = 2
@@ -34,10 +38,23 @@ class _DiffersError(Exception):
     """Ends a trial in which a projection did not receive its part."""
 
 
-def local_attributes(
+@dataclass(frozen=True)
+class Local:
+    """What the modules around a cut must see of one process only.
+
+    Attributes:
+        attributes: that count heads or channels.
+        inputs: that have values for every head.
+    """
+
+    attributes: tuple[Attribute, ...]
+    inputs: tuple[Attribute, ...] = ()
+
+
+def find_local(
     model: PreTrainedModel, inputs: Mapping[str, Any], recording: Recording, cuts: Sequence[Cut]
-) -> tuple[Attribute, ...] | None:
-    """Return the attributes that must count one process's part, the fewest that suffice.
+) -> Local | None:
+    """Return what must be one process's part: the fewest attributes that suffice, then inputs.
 
     Args:
         model: with values.
@@ -46,14 +63,52 @@ def local_attributes(
         cuts: of the same kind, in all layers that have it.
 
     Returns:
-        None if no attributes make the modules compute with a part.
+        None if nothing makes the modules compute with a part.
     """
-    candidates = _candidates(model, inputs, cuts)
+
+    def holds(attributes: tuple[Attribute, ...], of_heads: tuple[Attribute, ...]) -> bool:
+        local = Local(attributes, of_heads)
+        return all(_holds(model, inputs, recording, cuts, rank, local) for rank in range(WAYS))
+
+    candidates, of_heads = _candidates(model, inputs, cuts), _inputs_of_heads(model, inputs, cuts)
     for number in range(min(MOST_ATTRIBUTES, len(candidates)) + 1):
-        for chosen in itertools.combinations(candidates, number):
-            if all(_holds(model, inputs, recording, cuts, rank, chosen) for rank in range(WAYS)):
-                return chosen
+        # All such inputs or none, because a module needs its heads of each that it uses.
+        for chosen, given in itertools.product(
+            itertools.combinations(candidates, number), dict.fromkeys(((), of_heads))
+        ):
+            if holds(chosen, given):
+                return Local(chosen, given)
     return None
+
+
+def _inputs_of_heads(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequence[Cut]) -> tuple[Attribute, ...]:
+    """Return the inputs with values for every head, of the innermost modules that receive them."""
+    heads = head_count(model)
+    if heads is None:
+        return ()
+    found: dict[tuple[str, str], None] = {}
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = named_inputs(module, args, kwargs)
+        found.update(dict.fromkeys((name, kind) for kind, value in given.items() if has_heads(value, heads)))
+
+    with ExitStack() as stack, torch.no_grad():
+        for name in {name for cut in cuts for name in modules_around(cut)}:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(partial(note, name), with_kwargs=True).remove)
+        model(**inputs, use_cache=False)
+    innermost = [
+        (name, kind)
+        for name, kind in found
+        if not any(other.startswith(f"{name}.") and kind == same for other, same in found)
+    ]
+    return tuple(dict.fromkeys((as_pattern(name), kind) for name, kind in sorted(innermost)))
+
+
+def head_count(model: PreTrainedModel) -> int | None:
+    """Return the number of attention heads, None if the layers differ in it or have none."""
+    counts = values_in_layers(model.config, "num_attention_heads")
+    return counts[0] if len(counts) == 1 and isinstance(counts[0], int) else None
 
 
 def _candidates(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Sequence[Cut]) -> list[Attribute]:
@@ -115,14 +170,19 @@ def _holds(
     recording: Recording,
     cuts: Sequence[Cut],
     rank: int,
-    attributes: Sequence[Attribute],
+    local: Local,
 ) -> bool:
     copied = _copy_of_modules(model)
     modules = dict(copied.named_modules())
     around = {name for cut in cuts for name in modules_around(cut)}
-    for name, (pattern, attribute) in itertools.product(sorted(around), attributes):
+    for name, (pattern, attribute) in itertools.product(sorted(around), local.attributes):
         if as_pattern(name) == pattern:
             _halve(modules[name], attribute)
+    for name, (pattern, kind) in itertools.product(sorted(around), local.inputs):
+        if as_pattern(name) == pattern:
+            heads = head_count(model)
+            assert heads is not None, "inputs of heads that nothing counts"
+            see_own_inputs(modules[name], [kind], heads=heads, rank=rank, tp=WAYS)
     for cut in cuts:
         for name, parts in cut.columns.items():
             module = modules[name]
@@ -177,4 +237,5 @@ def _compare_part(calls: Iterator[Call], rank: int, received: Tensor) -> Tensor:
     wanted = _part(call.received.detach(), -1, rank)
     if received.shape != wanted.shape or not torch.allclose(received, wanted, rtol=CLOSE, atol=CLOSE):
         raise _DiffersError
-    return call.returned.detach()
+    # The model may change what it gets in place.
+    return call.returned.detach().clone()

@@ -1,0 +1,65 @@
+"""Build tiny copies of a model that compute in float64."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain.compat.transformers import attention_implementation, build, set_attention_implementation, supports_sdpa
+from meshtrain.errors import ModelError
+from meshtrain.models.build import stock_class, stock_model
+from meshtrain.models.refusals import REFUSALS, refusal_reason
+from meshtrain.parallel.tiny_copy import MAX_LAYERS, copy_with_all_kinds, layer_kinds, tiny_config
+
+FEWEST_LAYERS = 4
+BATCH, LENGTH, NOISE = 2, 8, 0.05
+
+
+def tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
+    """Return a tiny copy of a model with random values, in float64 on the CPU.
+
+    Args:
+        heads: numbers of heads other than those of `tiny_config`.
+    """
+    kind = stock_class(model)
+    make = partial(tiny_config, model.config, tp=tp, **heads)
+    numbers = range(min(FEWEST_LAYERS, model.config.get_text_config().num_hidden_layers), MAX_LAYERS + 1)
+    _, config, _ = copy_with_all_kinds(layer_kinds(model), numbers, make, partial(on_meta, kind))
+    implementation = attention_implementation(model.config)
+    if implementation not in ("eager", "sdpa"):
+        # The other implementations are kernels for one kind of device.
+        implementation = "sdpa" if supports_sdpa(kind) else "eager"
+    set_attention_implementation(config, implementation)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = build(kind, config, torch.float64)
+        for parameter in built.parameters():
+            # Some parameters start as zeros, which let nothing through.
+            noise = torch.randn(parameter.shape, dtype=torch.float64)
+            parameter.data = parameter.data.to(torch.float64) + NOISE * noise
+    return built.train()
+
+
+def on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of a class without values.
+
+    Raises:
+        ModelError: if transformers cannot build it.
+    """
+    try:
+        return stock_model(kind, config, torch.float32)
+    except REFUSALS as error:
+        raise ModelError(
+            f"transformers cannot build a tiny {config.model_type} model: {refusal_reason(error)}"
+        ) from error
+
+
+def inputs_of(tiny: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the inputs of a run of a copy: (`BATCH`, `LENGTH`) tokens."""
+    stream = torch.Generator().manual_seed(1)
+    vocabulary = tiny.config.get_text_config().vocab_size
+    # Without tokens for padding and the like, if there are others.
+    first = 2 if vocabulary > 3 else 0
+    return {"input_ids": torch.randint(first, vocabulary, (BATCH, LENGTH), generator=stream)}

@@ -1,0 +1,78 @@
+"""Rules that are known before `derive` completes them, and those that are derived from values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import Style, TensorPlan
+from meshtrain.errors import ModelError
+from meshtrain.models.patterns import compile_pattern
+from meshtrain.parallel.tensor.dataflow import DerivedRules, derive_rules
+from meshtrain.parallel.tensor.rules import rule_names
+from meshtrain.parallel.tensor.styles import STYLES
+
+# Style name of transformers -> our style.
+FROM_TRANSFORMERS = {theirs: ours for ours, row in STYLES.items() for theirs in row.transformers}
+
+
+@dataclass
+class Source:
+    """Rules that are known before the model is inspected: pattern -> rule, as in a `TensorPlan`."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
+    local_attributes: dict[str, list[str]] = field(default_factory=dict)
+    local_inputs: dict[str, list[str]] = field(default_factory=dict)
+
+
+def own_rules(tensor: TensorPlan) -> Source:
+    """Return the rules that a plan itself has."""
+    return Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
+
+
+def _source_of(derived: DerivedRules) -> Source:
+    return Source(derived.styles, derived.fused, derived.local_attributes, derived.local_inputs)
+
+
+def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> Source | None:
+    """Return rules that cut what a plan of transformers gathers again; None if there are none.
+
+    Such a plan computes the complete attention on every process (Phi-3), although each could
+    compute its own heads.
+
+    Args:
+        words: pattern -> name of a style in transformers.
+        model: stock, on the meta device.
+    """
+    styles = [FROM_TRANSFORMERS.get(word) for word in words.values()]
+    if not any(style is not None and STYLES[style].gives == "gathered" for style in styles):
+        return None
+    try:
+        derived = derive_rules(model)
+    except ModelError:
+        # Without a tiny copy nothing is better than the plan, which is checked next.
+        return None
+    names = rule_names(model)
+    own = [*derived.styles, *derived.fused]
+    for pattern in words:
+        regex = compile_pattern(pattern)
+        if not all(any(compile_pattern(it).fullmatch(name) for it in own) for name in names if regex.fullmatch(name)):
+            return None
+    return _source_of(derived)
+
+
+def from_values(model: PreTrainedModel, tp: int) -> Source:
+    """Return rules derived from what a tiny copy of the model computes.
+
+    Raises:
+        ModelError: if there is no such copy, and tp needs rules.
+    """
+    try:
+        derived = derive_rules(model)
+    except ModelError:
+        if tp > 1:
+            raise
+        # Rules only name what is fused here, and without rules nothing is, on any mesh.
+        return Source()
+    return _source_of(derived)
