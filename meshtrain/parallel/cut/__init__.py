@@ -7,6 +7,7 @@ Modules:
     kinds: runs only two layers of each kind on the meta device.
     meta: lets models run on the meta device where they read values.
     nest: reads and replaces tensors in nests of arguments and results.
+    originals: puts tied weights of other stages in their places while a stage is initialized.
     probe: finds the decoder layers of a model, and traces its forward pass.
     stage: the stages, and what cuts a model into them.
     stubs: modules without parameters that replace the modules of other stages.
