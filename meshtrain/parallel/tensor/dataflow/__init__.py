@@ -21,18 +21,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
-from meshtrain.compat.transformers import attention_implementation, build, set_attention_implementation, supports_sdpa
 from meshtrain.config.plan import Style
-from meshtrain.errors import ModelError
-from meshtrain.models.build import stock_class, stock_model
-from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
@@ -43,15 +36,8 @@ from meshtrain.parallel.tensor.dataflow.reach import Recording, reach_of, record
 from meshtrain.parallel.tensor.dataflow.shares import PARTS, Share, find_shares, part_names
 from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, head_count, modules_around
 from meshtrain.parallel.tensor.requirements import mla_rope_width
-from meshtrain.parallel.tensor.rules import TensorRules, rule_names
-from meshtrain.parallel.tiny_copy import (
-    MAX_LAYERS,
-    LayerKind,
-    copy_with_all_kinds,
-    kinds_of_layers,
-    layer_kinds,
-    tiny_config,
-)
+from meshtrain.parallel.tensor.rules import rule_names
+from meshtrain.parallel.tiny_copy import LayerKind, kinds_of_layers
 
 MANY_HEADS, MANY_KEYS = 12, 4
 
