@@ -213,7 +213,7 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
         # The pass runs only one layer of each kind; patterns find the same modules in the others.
         for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
-    of_heads = tuple(f"{name}." for name, style in found.items() if style == PER_HEAD)
+    of_heads = tuple(f"{name}." for name, style in {**styles, **found}.items() if style == PER_HEAD)
     return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
 
 
@@ -331,7 +331,8 @@ def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
         below, is_ruled = f"{name}.{child}", f"{name}.{child}" in styles
         if not any(True for _ in inside.parameters()) or (is_ruled and STYLES[styles[below]].takes_cut):
             continue
-        of_child = _block(below, inside, styles)
+        # A block with full projections may compute anything between them, such as attention.
+        of_child = {} if is_projection(inside) else _block(below, inside, styles)
         if of_child.get(below) not in ("sequence_parallel", "shared_input"):
             apart = None if is_ruled else _apart(below, inside, styles)
             if apart is None:

@@ -171,23 +171,19 @@ def _columns(parts: Sequence[Part], config: PretrainedConfig) -> tuple[Style, ..
 def _is_local(name: str, dim: int | None, cut: Cut, model: PreTrainedModel) -> bool:
     """Return whether a process can compute with its part of a parameter."""
     layers, _ = find_layers(model)
-    if dim is None or not name.startswith(f"{layers}."):
+    if not name.startswith(f"{layers}."):
         return False
-    owner = name.rpartition(".")[0]
-    if _contains_projection(owner, cut):
+    owner = cut.owner_of(name)
+    if cut.contains_projection(owner):
         return dim == max(0, model.get_parameter(name).dim() - 2)
     inside = {f"{owner}.{kind}" for kind, _ in model.get_submodule(owner).named_parameters()}
-    return dim == 0 and inside <= cut.parameters.keys()
+    return inside <= cut.parameters.keys()
 
 
 def _is_alone(pattern: str, cuts: Sequence[Cut]) -> bool:
     """Return whether a pattern is for modules with parameters of their own for each block."""
-    owners = ((name.rpartition(".")[0], cut) for cut in cuts for name in cut.parameters)
-    return any(as_pattern(owner) == pattern and not _contains_projection(owner, cut) for owner, cut in owners)
-
-
-def _contains_projection(owner: str, cut: Cut) -> bool:
-    return any(name.startswith(f"{owner}.") for name in (*cut.columns, *cut.rows))
+    owners = ((cut.owner_of(name), cut) for cut in cuts for name in cut.parameters)
+    return any(as_pattern(owner) == pattern and not cut.contains_projection(owner) for owner, cut in owners)
 
 
 def _add(
@@ -220,8 +216,8 @@ def _add(
     for name in cut.rows:
         give(name, "rowwise")
     for name in cut.parameters:
-        owner = name.rpartition(".")[0]
-        if _contains_projection(owner, cut):
+        owner = cut.owner_of(name)
+        if cut.contains_projection(owner):
             give(owner, "local_params")
             give(name, "colwise")
         else:

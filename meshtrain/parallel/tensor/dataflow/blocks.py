@@ -50,6 +50,23 @@ class Cut:
     rows: tuple[str, ...]
     parameters: dict[str, int | None]
 
+    def contains_projection(self, name: str) -> bool:
+        """Return whether a projection of the cut is inside a module."""
+        return any(projection.startswith(f"{name}.") for projection in (*self.columns, *self.rows))
+
+    def owner_of(self, parameter: str) -> str:
+        """Return the module that computes with a parameter.
+
+        That is its own module if a projection is inside, else the largest one around it without a
+        projection: norms of single heads are in a list, in a module for all heads.
+        """
+        owner = parameter.rpartition(".")[0]
+        if self.contains_projection(owner):
+            return owner
+        while not self.contains_projection(around := owner.rpartition(".")[0]) and around:
+            owner = around
+        return owner
+
 
 def find_cuts(reached: Mapping[str, Reach], outside: Mapping[str, Tensor], ways: int) -> Iterator[Cut]:
     """Yield the cuts of a model.

@@ -202,11 +202,11 @@ def _cut_parameters(cut: Cut, modules: Mapping[str, nn.Module], rank: int) -> No
     """Let the modules of a cut that are no projections compute with their part of parameters."""
     alone = set()
     for name, dim in cut.parameters.items():
-        owner, _, kind = name.rpartition(".")
-        if not any(projection.startswith(f"{owner}.") for projection in (*cut.columns, *cut.rows)):
+        owner = cut.owner_of(name)
+        if not cut.contains_projection(owner):
             alone.add(owner)
         elif dim is not None:
-            table = parameter_table(modules[owner])
+            table, kind = parameter_table(modules[owner]), name.rpartition(".")[2]
             table[kind] = nn.Parameter(_part(table[kind].detach(), dim, rank))
     for owner in alone:
         see_own_heads(modules[owner], rank, WAYS)
