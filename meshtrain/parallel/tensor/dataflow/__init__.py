@@ -169,7 +169,11 @@ def _shares(
     }
     if not fused:
         return {}
-    other = larger()
+    try:
+        other = larger()
+    except ModelError:
+        # These projections stay whole, because nothing tells what their widths count.
+        return dict.fromkeys(fused)
     recording = record(copy.deepcopy(other), _inputs(other))
     rows = dict.fromkeys(row for _, rows in fused.values() for row in rows)
     found = {as_pattern(name): parts for cut in _find_cuts(recording, rows) for name, parts in cut.columns.items()}
