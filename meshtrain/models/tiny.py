@@ -358,7 +358,7 @@ def _heads(
     found = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
     whole = values.get(_own_name(config, "num_attention_heads"), heads)
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))
-    states = {name: int(expand * HIDDEN) // HEAD_SIZE} if getattr(config, name, None) else {}
+    states = {name: int(expand * heads)} if getattr(config, name, None) else {}
     return states | {
         name: keys or (1 if number < max(2, tp) else heads // min(2, math.ceil(whole / number)))
         for name, number in found.items()

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.config.plan import Style
+from meshtrain.errors import ModelError
 from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
@@ -118,7 +119,11 @@ def _shares(
     }
     if not fused:
         return {}
-    other = larger()
+    try:
+        other = larger()
+    except ModelError:
+        # These projections stay whole, because nothing tells what their widths count.
+        return dict.fromkeys(fused)
     recording = record(copy.deepcopy(other), inputs_of(other))
     rows = dict.fromkeys(row for _, rows in fused.values() for row in rows)
     found = {as_pattern(name): parts for cut in _find_cuts(recording, rows) for name, parts in cut.columns.items()}

@@ -7,7 +7,6 @@ It holds if each projection with cut inputs receives exactly its part of what it
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,11 +91,12 @@ def _inputs_of_heads(model: PreTrainedModel, inputs: Mapping[str, Any], cuts: Se
         given = named_inputs(module, args, kwargs)
         found.update(dict.fromkeys((name, kind) for kind, value in given.items() if has_heads(value, heads)))
 
-    with ExitStack() as stack, torch.no_grad():
-        for name in {name for cut in cuts for name in modules_around(cut)}:
-            module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(partial(note, name), with_kwargs=True).remove)
-        model(**inputs, use_cache=False)
+    # A copy, because some models replace modules when they run first.
+    noting = copy.deepcopy(model)
+    for name in {name for cut in cuts for name in modules_around(cut)}:
+        noting.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
+    with torch.no_grad():
+        noting(**inputs, use_cache=False)
     innermost = [
         (name, kind)
         for name, kind in found
