@@ -7,6 +7,7 @@ from meshtrain.errors import name_some
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.training.resolve import ResolvedRun
 
 
@@ -49,6 +50,7 @@ def _show_plan_table(resolved: ResolvedRun) -> None:
     if plan.mesh.tp > 1:
         switches = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan.tensor, name)]
         rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
+        rows += _heads(resolved)
     if plan.mesh.is_sharded:
         rows.append(
             ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
@@ -65,6 +67,17 @@ def _show_plan_table(resolved: ResolvedRun) -> None:
     )
     rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
     console.table(f"Plan {plan_hash(plan)}", ["part", "resolved"], rows)
+
+
+def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:
+    """Return what it costs if tp does not divide the attention heads, as a row, or nothing."""
+    tp = resolved.plan.mesh.tp
+    heads = uneven_heads(resolved.model.config, tp)
+    if heads is None or heads.queries % tp == 0:
+        return []
+    few = heads.queries // tp
+    cost = f"{few} or {few + 1} of {heads.queries} for each process, which all wait for those with {few + 1}"
+    return [("heads", f"{cost}; the projections of attention are whole on each")]
 
 
 def _show_shares(shares: list[StageShare]) -> None:

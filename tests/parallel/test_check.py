@@ -447,17 +447,23 @@ def test_module_that_the_forward_pass_replaces_is_refused() -> None:
     resolve_plan(plan, make(attention_type="original_full"), BATCH, 2)
 
 
-def test_indivisible_heads_are_refused() -> None:
+def test_heads_that_tp_does_not_divide_are_shared() -> None:
     model = meta_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
-    assert problems(make_plan("llama", mesh={"tp": 8}), model) == (
-        "mesh.tp = 8 does not divide the model's 12 attention heads (num_attention_heads); set mesh.tp to one of 1, "
-        "2, 3, 4, 6, 12",
-        "mesh.tp = 8 does not divide the model's 6 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 2, "
-        "3, 6",
-    )
+
+    def styles(tp: int) -> list[str]:
+        found = resolve_plan(make_plan("llama", mesh={"tp": tp}), model, BATCH, tp).tensor.styles
+        return [found[f"model.layers.*.self_attn.{kind}_proj"] for kind in "qkvo"]
+
+    assert styles(2) == ["colwise", "colwise", "colwise", "rowwise"]
+    assert styles(4) == ["colwise", "replicated_heads", "replicated_heads", "rowwise"]
+    assert styles(8) == ["colwise_heads", "replicated_heads", "replicated_heads", "rowwise_heads"]
+
+
+def test_more_processes_than_heads_are_refused() -> None:
+    model = meta_model("llama", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
     assert problems(make_plan("llama", mesh={"tp": 4}), model) == (
-        "mesh.tp = 4 does not divide the model's 6 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 2, "
-        "3, 6",
+        "mesh.tp = 4 does not divide the model's 3 attention heads (num_attention_heads); set mesh.tp to one of 1, 3",
+        "mesh.tp = 4 does not divide the model's 3 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 3",
     )
 
 

@@ -189,14 +189,14 @@ def test_values_that_all_heads_share_do_not_hide_the_heads() -> None:
     # Two heads of four inputs. A feature of the value reaches one input of each head.
     queries, values = eye(2, 4).repeat_interleave(4, 1), eye(4).repeat(1, 2)
     hits = torch.cat([queries, values])
-    (cut,) = find_cuts({"row": Reach(inputs=8, outputs={"column": hits})}, {"column": torch.zeros(12).bool()})
+    (cut,) = find_cuts({"row": Reach(inputs=8, outputs={"column": hits})}, {"column": torch.zeros(12).bool()}, 2)
     assert (cut.blocks, cut.columns) == (2, {"column": (Part(8, "cut"), Part(4, "shared"))})
 
 
 def test_inputs_that_stay_at_zero_count_as_channels() -> None:
     hits = eye(4)
     hits[1, 1] = False
-    (cut,) = find_cuts({"row": Reach(inputs=4, outputs={"column": hits})}, {"column": torch.zeros(4).bool()})
+    (cut,) = find_cuts({"row": Reach(inputs=4, outputs={"column": hits})}, {"column": torch.zeros(4).bool()}, 2)
     assert (cut.blocks, cut.columns) == (4, {"column": (Part(4, "cut"),)})
 
 

@@ -64,8 +64,8 @@ def _label(hit: Tensor, head: Tensor, heads: Heads) -> HeadLabel | None:
 
 
 def _falls_into(touched: Sequence[Sequence[int]], count: int, size: int) -> bool:
-    """Return whether features belong to `count` groups of `size` query heads, in order."""
+    """Return whether each feature reaches one of `count` groups of `size` query heads, in order."""
     if len(touched) % count:
         return False
     groups = [index * count // len(touched) for index in range(len(touched))]
-    return all(each and {at // size for at in each} == {group} for each, group in zip(touched, groups, strict=True))
+    return all(each == [*range(at * size, (at + 1) * size)] for each, at in zip(touched, groups, strict=True))
