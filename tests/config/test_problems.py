@@ -82,7 +82,8 @@ def test_unknown_key_is_named_relative_to_its_own_file(write):
             "plan.tensor.styles.\"h.*.c_fc\": expected 'colwise', 'colwise_gather_output', 'rowwise', "
             "'embedding_rowwise', 'sequence_parallel', 'replicate', 'replicated_with_grad_allreduce', 'shared_input', "
             "'rowwise_split_input', 'replicated_heads', 'colwise_heads', 'rowwise_heads', 'per_head', "
-            "'colwise_blocks', 'mla_kv_a_proj', 'shared_outputs', 'local_params', 'moe_tp_experts', 'expert_parallel' or 'whole_sequence', found the "
+            "'colwise_blocks', 'mla_kv_a_proj', 'shared_outputs', 'local_params', 'moe_tp_experts', 'expert_parallel' "
+            "or 'whole_sequence', found the "
             "string 'colwize'; did you mean 'colwise'?",
         ),
     ],
