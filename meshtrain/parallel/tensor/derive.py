@@ -24,6 +24,7 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.checks import where_rules_fail
 from meshtrain.parallel.tensor.dataflow.parts import WAYS
 from meshtrain.parallel.tensor.flow import Flow, follow_heads
+from meshtrain.parallel.tensor.memory import remembered
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
@@ -130,7 +131,13 @@ def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: Parallel
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
     try:
-        module = where_rules_fail(model, plan.mesh.tp, fused, rules_of)
+        details = [dict(words), plan.mesh.tp, plan.tensor.model_dump(mode="json")]
+        module = remembered(
+            "plan of transformers",
+            model,
+            details,
+            lambda: where_rules_fail(model, plan.mesh.tp, fused, rules_of),
+        )
     except UserError:
         # There is no tiny copy, or its layers do not run without values. So nothing shows that the
         # plan is wrong, and over tp the proof before a run, or `_complete`, refuses the model.

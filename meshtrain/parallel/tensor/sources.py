@@ -1,7 +1,7 @@
 """Rules that are known before `derive` completes them, and those that are derived from values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from transformers import PreTrainedModel
 
@@ -9,6 +9,7 @@ from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.patterns import compile_pattern
 from meshtrain.parallel.tensor.dataflow import DerivedRules, derive_rules
+from meshtrain.parallel.tensor.memory import remembered
 from meshtrain.parallel.tensor.rules import rule_names
 from meshtrain.parallel.tensor.styles import STYLES
 
@@ -35,6 +36,10 @@ def _source_of(derived: DerivedRules) -> Source:
     return Source(derived.styles, derived.fused, derived.local_attributes, derived.local_inputs)
 
 
+def _derived(model: PreTrainedModel) -> DerivedRules:
+    return DerivedRules(**remembered("derived rules", model, None, lambda: asdict(derive_rules(model))))
+
+
 def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> Source | None:
     """Return rules that cut what a plan of transformers gathers again; None if there are none.
 
@@ -49,7 +54,7 @@ def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> Sourc
     if not any(style is not None and STYLES[style].gives == "gathered" for style in styles):
         return None
     try:
-        derived = derive_rules(model)
+        derived = _derived(model)
     except ModelError:
         # Without a tiny copy nothing is better than the plan, which is checked next.
         return None
@@ -69,7 +74,7 @@ def from_values(model: PreTrainedModel, tp: int) -> Source:
         ModelError: if there is no such copy, and tp needs rules.
     """
     try:
-        derived = derive_rules(model)
+        derived = _derived(model)
     except ModelError:
         if tp > 1:
             raise
