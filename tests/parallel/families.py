@@ -133,9 +133,16 @@ def _errors(family: Family, mesh: tuple[int, int, int, int]) -> dict[str, float]
     fill(pipeline, {name: parameter.detach() for name, parameter in stock.named_parameters(remove_duplicate=False)})
     copy_buffers(stock, pipeline)
     found = _train(pipeline, ids, labels) / plan.mesh.tp
-    gradients = {name: full_tensor(p.grad).detach() for name, p in pipeline.owned_parameters().items()}
+    # Some parameters are not used, as keys of layers that read those of other layers.
+    gradients = {
+        name: full_tensor(p.grad if p.grad is not None else torch.zeros_like(p)).detach()
+        for name, p in pipeline.owned_parameters().items()
+    }
     errors = {"loss": abs(found.item() / loss.item() - 1)}
-    wanted = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    wanted = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in stock.named_parameters()
+    }
     for name, gradient in join_parts(gradients, pipeline.fused).items():
         # Softmax ignores the bias of keys: its gradient is zero, up to rounding noise on both
         # sides.

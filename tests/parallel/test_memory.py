@@ -56,7 +56,8 @@ def test_a_class_of_others_is_not_remembered(directory: Path) -> None:
     model.__class__ = type("Own", (type(model),), {"__module__": "own_file"})
     for _ in range(2):
         remembered("rules", model, [2], find)
-    assert find.calls == 2 and not directory.exists()
+    assert find.calls == 2
+    assert not directory.exists()
 
 
 def test_an_error_is_not_remembered(directory: Path) -> None:

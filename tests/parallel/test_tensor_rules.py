@@ -19,7 +19,7 @@ from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.runtime.mesh import init_mesh
-from tests.parallel.families import Family, errors_of, resolve_family
+from tests.parallel.families import VOCABULARY, Family, errors_of, resolve_family
 from tests.ranks import run_on_ranks
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -225,6 +225,26 @@ def test_uneven_heads_train_with_a_pipeline_and_with_shards() -> None:
     odd = [Family("llama", ODD_HEADS, PARTS), Family("gpt_neox", ODD_HEADS)]
     prove(odd, (2, 1, 1, 2), 4)
     prove(odd, (1, 1, 2, 2), 4)
+
+
+def test_other_tensors_than_hidden_states_cross_borders_over_tp() -> None:
+    # The last two layers read the keys and values of the first two, of which a process has its
+    # heads. RoFormer computes a table before the layers, which nothing splits.
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds, **sizes}
+    roformer = {"is_decoder": True, "embedding_size": 32}
+    prove([Family("gemma3n_text", shared), Family("roformer", roformer, PARTS)], (2, 1, 1, 2), 4)
+
+
+def test_blocks_of_parts_run_under_sequence_parallelism() -> None:
+    family = Family("bert", {"is_decoder": True}, PARTS)
+    plan, _ = resolve_family(family, (1, 1, 1, 2))
+    layer = "bert.encoder.layer.*."
+    assert plan.tensor.styles[f"{layer}attention.self"] == "shared_input"
+    assert plan.tensor.styles[f"{layer}attention.output.LayerNorm"] == "sequence_parallel"
+    assert "whole_sequence" not in plan.tensor.styles.values()
+    prove([family], (1, 1, 1, 2), 2)
 
 
 def test_experts_without_tensor_parallelism_train_like_one_process() -> None:
