@@ -218,9 +218,7 @@ def _check_flow(model: PreTrainedModel, rules: TensorRules, plan: ParallelPlan) 
     if plan.tensor.sequence_parallel and not found and not flow.replaced:
         reason = why_not_split(model, rules, plan.mesh.tp)
         if reason is not None:
-            yield Problem(
-                f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}", "set it to false"
-            )
+            yield Problem(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}", "set it to false")
 
 
 def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
