@@ -13,7 +13,7 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.models.build import build_meta_model, stock_like
-from meshtrain.parallel.tensor.dataflow import DerivedRules, derive_rules
+from meshtrain.parallel.tensor.dataflow import RuleTables, derive_rules
 from meshtrain.parallel.tensor.dataflow.blocks import Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.reach import Reach
 from meshtrain.parallel.tensor.dataflow.shares import PARTS, find_shares
@@ -25,7 +25,7 @@ from tests.parallel.own_class import make_own
 from tests.ranks import run_on_ranks
 
 
-def rules_of(model_type: str, **config: Any) -> DerivedRules:
+def rules_of(model_type: str, **config: Any) -> RuleTables:
     hf_config = Family(model_type, config).hf_config()
     return derive_rules(build_meta_model(hf_config, dtype=torch.float32, attention="eager"))
 

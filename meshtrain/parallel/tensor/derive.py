@@ -37,7 +37,7 @@ from meshtrain.parallel.tensor.rules import (
     unchecked_rules,
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
-from meshtrain.parallel.tensor.sources import FROM_TRANSFORMERS, Source, from_values, own_rules, without_gathering
+from meshtrain.parallel.tensor.sources import FROM_TRANSFORMERS, RuleTables, from_values, own_rules, without_gathering
 from meshtrain.parallel.tensor.styles import STYLES
 
 # Names of transformers for projections and experts that hold several parts.
@@ -92,7 +92,7 @@ def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
 
 
-def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> Source:
+def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> RuleTables:
     tp = plan.mesh.tp
     family = find_family(model.config.model_type)
     if family is not None:
@@ -145,9 +145,9 @@ def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: Parallel
     return None if module is None else f"two processes would not compute {module} as one does"
 
 
-def _translate(words: Mapping[str, str], experts: str) -> Source:
+def _translate(words: Mapping[str, str], experts: str) -> RuleTables:
     """Return our rules for a plan of transformers: pattern -> style name."""
-    source = Source()
+    source = RuleTables()
     # The last dimension of these experts holds their parts and is not cut, so they stay full.
     last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
     full = {pattern.rpartition(".")[0] for pattern in last} if experts == "tensor" else set()

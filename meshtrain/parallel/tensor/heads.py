@@ -1,4 +1,4 @@
-"""Make attention modules count and read only the heads of one process."""
+"""Make modules count, read and compute only the heads or the part of one process."""
 
 import copy
 import inspect
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.nn import parameter_table
 from meshtrain.parallel.tensor.head_share import Heads, heads_of, local_value, uneven_heads
 from meshtrain.parallel.tensor.modules import slices_of, width_of
 from meshtrain.parallel.tensor.requirements import attention_of
@@ -39,6 +40,22 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
         if name is not None and heads is not None:
             modules[name].num_key_value_groups = heads.of(rank, tp).groups
+
+
+def take_own_parameters(name: str, module: nn.Module, dims: Mapping[str, int], rank: int, tp: int) -> None:
+    """Replace a module's own parameters that are sharded by those of one process, in place.
+
+    Args:
+        name: of the module.
+        module: with full parameters.
+        dims: name of a sharded parameter -> the dimension that is sharded.
+        rank: of the process.
+        tp: number of processes.
+    """
+    table = parameter_table(module)
+    for kind, parameter in list(module.named_parameters(recurse=False)):
+        if (dim := dims.get(f"{name}.{kind}")) is not None:
+            table[kind] = nn.Parameter(parameter.detach().chunk(tp, dim)[rank], parameter.requires_grad)
 
 
 def local_slices(

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshtrain.compat.autograd import tensors_in
-from meshtrain.compat.nn import parameter_table, set_forward
+from meshtrain.compat.nn import set_forward
 from meshtrain.parallel.cut.borders import Place, StageRoutes
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
-from meshtrain.parallel.tensor.heads import apply_local_heads, local_widths
+from meshtrain.parallel.tensor.heads import apply_local_heads, local_widths, take_own_parameters
 from meshtrain.parallel.tensor.modules import see_own_heads
 from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.styles import STYLES
@@ -48,7 +48,7 @@ def localize(structure: Structure, rules: TensorRules, rank: int, tp: int) -> No
         elif row.kind == "experts":
             set_forward(module, _pass_on)
         elif row.has_parameter_rules:
-            _take_part(name, module, rules, rank, tp)
+            take_own_parameters(name, module, rules.sharded_dims, rank, tp)
         elif row.own_heads:
             see_own_heads(module, rank, tp, uneven_heads(model.config, tp))
     apply_local_heads(model, rules, rank=rank, tp=tp)
@@ -60,10 +60,3 @@ def _project(outputs: int, x: Tensor) -> Tensor:
 
 def _pass_on(*args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensors_in((args, kwargs))[0])
-
-
-def _take_part(name: str, module: nn.Module, rules: TensorRules, rank: int, tp: int) -> None:
-    table = parameter_table(module)
-    for kind, parameter in list(module.named_parameters(recurse=False)):
-        if (dim := rules.sharded_dims.get(f"{name}.{kind}")) is not None:
-            table[kind] = nn.Parameter(parameter.detach().chunk(tp, dim)[rank], parameter.requires_grad)

@@ -1,14 +1,14 @@
 """Rules that are known before `derive` completes them, and those that are derived from values."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import Style, TensorPlan
+from meshtrain.config.plan import TensorPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.patterns import compile_pattern
-from meshtrain.parallel.tensor.dataflow import DerivedRules, derive_rules
+from meshtrain.parallel.tensor.dataflow import RuleTables, derive_rules
 from meshtrain.parallel.tensor.memory import remembered
 from meshtrain.parallel.tensor.rules import rule_names
 from meshtrain.parallel.tensor.styles import STYLES
@@ -17,30 +17,16 @@ from meshtrain.parallel.tensor.styles import STYLES
 FROM_TRANSFORMERS = {theirs: ours for ours, row in STYLES.items() for theirs in row.transformers}
 
 
-@dataclass
-class Source:
-    """Rules that are known before the model is inspected: pattern -> rule, as in a `TensorPlan`."""
-
-    styles: dict[str, Style] = field(default_factory=dict)
-    fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
-    local_attributes: dict[str, list[str]] = field(default_factory=dict)
-    local_inputs: dict[str, list[str]] = field(default_factory=dict)
-
-
-def own_rules(tensor: TensorPlan) -> Source:
+def own_rules(tensor: TensorPlan) -> RuleTables:
     """Return the rules that a plan itself has."""
-    return Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
+    return RuleTables(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
 
 
-def _source_of(derived: DerivedRules) -> Source:
-    return Source(derived.styles, derived.fused, derived.local_attributes, derived.local_inputs)
+def _derived(model: PreTrainedModel) -> RuleTables:
+    return RuleTables(**remembered("derived rules", model, None, lambda: asdict(derive_rules(model))))
 
 
-def _derived(model: PreTrainedModel) -> DerivedRules:
-    return DerivedRules(**remembered("derived rules", model, None, lambda: asdict(derive_rules(model))))
-
-
-def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> Source | None:
+def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> RuleTables | None:
     """Return rules that cut what a plan of transformers gathers again; None if there are none.
 
     Such a plan computes the complete attention on every process (Phi-3), although each could
@@ -64,10 +50,10 @@ def without_gathering(words: Mapping[str, str], model: PreTrainedModel) -> Sourc
         regex = compile_pattern(pattern)
         if not all(any(compile_pattern(it).fullmatch(name) for it in own) for name in names if regex.fullmatch(name)):
             return None
-    return _source_of(derived)
+    return derived
 
 
-def from_values(model: PreTrainedModel, tp: int) -> Source:
+def from_values(model: PreTrainedModel, tp: int) -> RuleTables:
     """Return rules derived from what a tiny copy of the model computes.
 
     Raises:
@@ -79,5 +65,5 @@ def from_values(model: PreTrainedModel, tp: int) -> Source:
         if tp > 1:
             raise
         # Rules only name what is fused here, and without rules nothing is, on any mesh.
-        return Source()
-    return _source_of(derived)
+        return RuleTables()
+    return derived

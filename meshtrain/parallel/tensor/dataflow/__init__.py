@@ -44,8 +44,8 @@ MANY_HEADS, MANY_KEYS = 12, 4
 
 
 @dataclass
-class DerivedRules:
-    """Rules by pattern, as in a `TensorPlan`, for all modules that can be cut."""
+class RuleTables:
+    """Rules by pattern, as in a `TensorPlan`."""
 
     styles: dict[str, Style] = field(default_factory=dict)
     fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class DerivedRules:
     local_inputs: dict[str, list[str]] = field(default_factory=dict)
 
 
-def derive_rules(model: PreTrainedModel) -> DerivedRules:
+def derive_rules(model: PreTrainedModel) -> RuleTables:
     """Derive the rules of a model from what a tiny copy of it computes.
 
     Args:
@@ -70,7 +70,7 @@ def derive_rules(model: PreTrainedModel) -> DerivedRules:
     return _for_model(model, found)
 
 
-def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dict[LayerKind, DerivedRules]:
+def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dict[LayerKind, RuleTables]:
     """Return the rules for each kind of layer of a model with values, by name inside the layer.
 
     Args:
@@ -83,7 +83,7 @@ def _derive(tiny: PreTrainedModel, larger: Callable[[], PreTrainedModel]) -> dic
     shares = _shares(tiny, larger, cuts)
     cuts = [cut for cut in cuts if all(shares.get(as_pattern(name), ()) is not None for name in cut.columns)]
     places = places_of(tiny, cuts, recording.calls)
-    rules: dict[LayerKind, DerivedRules] = defaultdict(DerivedRules)
+    rules: dict[LayerKind, RuleTables] = defaultdict(RuleTables)
     for same in cuts_alike(cuts, places):
         local = find_local(tiny, inputs, recording, same)
         if local is not None and not any(_is_alone(pattern, same) for pattern, _ in local.attributes):
@@ -131,13 +131,13 @@ def _shares(
     return {name: find_shares(parts, found.get(name, ()), configs) for name, (parts, _) in fused.items()}
 
 
-def _for_model(model: PreTrainedModel, found: Mapping[LayerKind, DerivedRules]) -> DerivedRules:
+def _for_model(model: PreTrainedModel, found: Mapping[LayerKind, RuleTables]) -> RuleTables:
     """Return rules by pattern, from those of each kind of layer."""
     layers, _ = find_layers(model)
     kinds = kinds_of_layers(model)
     inside = [[name for name in rule_names(model) if name.startswith(f"{layers}.{i}.")] for i in range(len(kinds))]
-    rules = DerivedRules()
-    for table in (it.name for it in fields(DerivedRules)):
+    rules = RuleTables()
+    for table in (it.name for it in fields(RuleTables)):
         in_kind = {kind: getattr(found[kind], table) if kind in found else {} for kind in kinds}
         for pattern in dict.fromkeys(pattern for known in in_kind.values() for pattern in known):
             of_layers = [in_kind[kind].get(pattern) for kind in kinds]
@@ -192,7 +192,7 @@ def _is_alone(pattern: str, cuts: Sequence[Cut]) -> bool:
 
 
 def _add(
-    rules: Mapping[LayerKind, DerivedRules],
+    rules: Mapping[LayerKind, RuleTables],
     cut: Cut,
     places: Mapping[str, Place],
     tiny: PreTrainedModel,
@@ -229,7 +229,7 @@ def _add(
             give(owner, "per_head")
 
 
-def _add_local(rules: Mapping[LayerKind, DerivedRules], cut: Cut, local: Local, places: Mapping[str, Place]) -> None:
+def _add_local(rules: Mapping[LayerKind, RuleTables], cut: Cut, local: Local, places: Mapping[str, Place]) -> None:
     """Add what the modules around cuts that are alike see of one process, by pattern."""
     around = dict.fromkeys(places[name] for name in sorted(modules_around(cut)))
     for table in (it.name for it in fields(Local)):

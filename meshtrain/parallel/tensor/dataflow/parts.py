@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.autograd import tensors_in
-from meshtrain.compat.nn import parameter_table, set_forward
+from meshtrain.compat.nn import set_forward
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
-from meshtrain.parallel.tensor.heads import apply_local_heads, local_slices
+from meshtrain.parallel.tensor.heads import apply_local_heads, local_slices, take_own_parameters
 from meshtrain.parallel.tensor.modules import see_own_heads
 from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.style_row import StyleRow
@@ -112,7 +112,7 @@ def _become_rank(
             slices = local_slices(module, row, heads_of(model.config), rank, tp)
             set_forward(module, partial(_replay, name, calls, *slices))
         elif row.has_parameter_rules:
-            _take_part(name, module, rank, tp, rules.sharded_dims)
+            take_own_parameters(name, module, rules.sharded_dims, rank, tp)
             if row.kind == "experts":
                 set_forward(module, partial(_collect, module.forward, iter(whole.returned[name]), results[name]))
         elif row.own_heads:
@@ -145,13 +145,6 @@ def _collect(
     results.append(tensors_in(output)[0])
     whole = next(returned).clone()
     return (whole, *output[1:]) if isinstance(output, tuple) else whole
-
-
-def _take_part(name: str, module: nn.Module, rank: int, tp: int, dims: Mapping[str, int]) -> None:
-    table = parameter_table(module)
-    for kind, parameter in list(module.named_parameters(recurse=False)):
-        if (dim := dims.get(f"{name}.{kind}")) is not None:
-            table[kind] = nn.Parameter(parameter.detach().chunk(tp, dim)[rank])
 
 
 def _compare(name: str, found: list[Tensor], wanted: list[Tensor]) -> None:
