@@ -36,6 +36,7 @@ COLUMNS = (*ABILITIES, TOGETHER, DROPOUT)
 FLAGS = "tensor, with flags"
 TENSOR_DEFAULTS = TensorPlan()
 PROVEN, REFUSED = "proven", "refused"
+GIVEN, WITHOUT = f"{PROVEN} from pretrained weights", " without sequence parallelism"
 WRONG = ("differs", "fails")
 
 
@@ -186,7 +187,7 @@ def prove_both(config: PretrainedConfig) -> str:
     if not result.startswith(REFUSED) or "sequence_parallel" not in result:
         return result
     without = _prove(config, BOTH)
-    return f"{without} without sequence parallelism; {result}" if without.startswith(PROVEN) else without
+    return f"{without}{WITHOUT}; {result}" if without.startswith(PROVEN) else without
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS) -> str:
@@ -197,7 +198,7 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR
         return result
     without = _try(config, mesh, tensor, pretrained=True)
     if without == PROVEN:
-        return f"{PROVEN} from pretrained weights; {result}"
+        return f"{GIVEN}; {result}"
     return result if without.startswith(REFUSED) else f"{without}, from pretrained weights; {result}"
 
 
@@ -248,8 +249,11 @@ def _count(verdicts: Sequence[Verdict], ability: str) -> str:
     classes = {verdict.architecture for verdict in verdicts}
     distinct = f"{len(classes - others)} of {len(classes)} distinct classes"
     summary = f"proven are {len(proven)} of {len(verdicts)} model types ({distinct})"
-    given = sum(verdict.abilities[ability] != PROVEN for verdict in proven)
-    return f"{summary}, {given} of them from pretrained weights only" if given else summary
+    given = sum(verdict.abilities[ability].startswith(GIVEN) for verdict in proven)
+    without = sum(WITHOUT in verdict.abilities[ability] for verdict in proven)
+    notes = [f"{given} of them from pretrained weights only"] if given else []
+    notes += [f"{without} of them{WITHOUT}"] if without else []
+    return ", ".join([summary, *notes])
 
 
 def _markdown(verdicts: Sequence[Verdict]) -> list[str]:

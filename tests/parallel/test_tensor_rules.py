@@ -133,6 +133,11 @@ NO_SEQUENCE_PARALLEL = [
         "model.layers.*.self_attn has (batch, seq, 32) instead of (batch, seq / tp, hidden)",
     ),
     (Family("qwen4_exp_text", {}, PARTS), COMBINED),
+    # The layer adds a bias that belongs to its attention.
+    (
+        Family("gpt_neox_japanese", {}, PARTS),
+        "gpt_neox_japanese.layers.*.attention.dense_bias is used on a part of the sequence, outside of its module",
+    ),
 ]
 # The plan of transformers for these does not run, or changes what the model computes.
 UNUSABLE = [

@@ -8,13 +8,15 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.autograd import all_entries_nonzero
+from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in
 from meshtrain.compat.transformers import attention_implementation, set_attention_implementation
+from meshtrain.config.plan import Style
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.probe_inputs import probe_ids, probe_mask
 from meshtrain.models.rotary import probed
@@ -32,6 +34,36 @@ BATCH, PART = 3, 5
 
 class _CannotSplitError(Exception):
     """Ends a pass in which the hidden states cannot be split."""
+
+
+class _Uses(OperatorMode):
+    """Dispatch mode that ends a pass which uses a parameter on a part of the sequence.
+
+    Gradients of most parameters are complete only where every process has all tokens.
+    """
+
+    def __init__(self, model: nn.Module, rules: TensorRules) -> None:
+        super().__init__()
+        self._full = {
+            memory_of(parameter): name
+            for name, parameter in model.named_parameters()
+            if not _is_summed(name, rules.styles.get(name.rpartition(".")[0]))
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = tensors_in((args, kwargs))
+        used = next((self._full[memory_of(tensor)] for tensor in inputs if memory_of(tensor) in self._full), None)
+        if used is not None and any(tensor.shape[:2] == (BATCH, PART) for tensor in inputs):
+            raise _CannotSplitError(f"{as_pattern(used)} is used on a part of the sequence, outside of its module")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_summed(parameter: str, style: Style | None) -> bool:
+    """Return whether the gradient of a parameter on a part of the sequence is summed over tp."""
+    gradients = "full" if style is None else STYLES[style].gradients
+    return gradients in ("partial", "partial if split") or (
+        gradients == "bias partial if split" and parameter.endswith(".bias")
+    )
 
 
 def why_not_split(model: PreTrainedModel, rules: TensorRules, tp: int) -> str | None:
@@ -71,6 +103,7 @@ def _run(model: PreTrainedModel, rules: TensorRules | None, tp: int, *, with_mas
         stack.enter_context(hooks_disabled(copied))
         if rules is not None:
             _split(copied, rules, length)
+            stack.enter_context(_Uses(copied, rules))
         stack.enter_context(probed(copied, length))
         stack.enter_context(torch.no_grad())
         stack.enter_context(all_entries_nonzero())
