@@ -86,6 +86,30 @@ def _own_indices(rank: int, ways: int, count: int) -> range:
     return range(rank * size, min(count, (rank + 1) * size))
 
 
+@torch.no_grad()
+def works_on_positions(module: nn.Module) -> bool:
+    """Return whether a module with vectors of parameters computes every position alone.
+
+    A norm or a scale does, whatever its name. A module with matrices is not tried.
+
+    Args:
+        module: on the meta device, without modules inside; it is not changed.
+    """
+    widths = {parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 1}
+    if len(widths) != 1 or any(parameter.dim() > 1 for parameter in module.parameters()):
+        return False
+    stream = torch.Generator().manual_seed(0)
+    copied = _materialized(module, stream)
+    x = torch.randn(2, 6, *widths, generator=stream, dtype=torch.float64)
+    try:
+        wanted, halves = copied(x), [copied(half) for half in x.chunk(2, 1)]
+    except MISFITS:
+        return False
+    if not isinstance(wanted, Tensor) or wanted.shape != x.shape:
+        return False
+    return torch.allclose(torch.cat(halves, 1), wanted, rtol=CLOSE, atol=CLOSE)
+
+
 def _cut_dim(full: Any, part: Any) -> int | None:
     """Return the dimension that is split over the processes, or None."""
     if not isinstance(full, Tensor) or full.shape == part.shape:

@@ -21,6 +21,7 @@ from meshtrain.errors import PlanError, UserError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.tensor.behavior import works_on_positions
 from meshtrain.parallel.tensor.dataflow.checks import where_rules_fail
 from meshtrain.parallel.tensor.dataflow.parts import WAYS
 from meshtrain.parallel.tensor.flow import Flow, follow_heads
@@ -355,8 +356,8 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
         return {}
     if name in styles:
         # A norm or a projection works on each position alone, so a part of the sequence suffices.
-        alone = "norm" in type(module).__name__.lower() or is_projection(module)
         if not any(True for _ in module.children()):
+            alone = is_projection(module) or works_on_positions(module)
             return {name: "sequence_parallel"} if alone else {}
         return {name: "whole_sequence"}
     inside = [STYLES[style] for below, style in styles.items() if below.startswith(f"{name}.")]
