@@ -97,10 +97,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.toml", "plan.mesh.tp=2", "model.config.n_head=1"],
         ["mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); set mesh.tp to 1"],
     ),
-    "key-value heads": (
-        ["llama.toml", "plan.mesh.tp=2", "model.config.num_key_value_heads=3", "model.config.num_attention_heads=6"],
-        ["mesh.tp = 2 does not divide the model's 3 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 3"],
-    ),
     "the width of the MLP": (
         ["llama.toml", "plan.mesh.tp=2", "model.config.intermediate_size=49"],
         [

@@ -17,6 +17,7 @@ from meshtrain.errors import ConfigError, UserError
 from meshtrain.models.tiny import default_config
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.case import ProofCase
+from meshtrain.verify.compare import TOLERANCE
 from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropout
 from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
@@ -126,7 +127,7 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     abilities[DROPOUT] = _drop(config)
     if only_defaults or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
-    pretrained = abilities["tensor"] != PROVEN
+    pretrained = abilities["tensor"].startswith(GIVEN)
     return Verdict(model_type, name, abilities, prove_variants(_type_of(config, model_type), pretrained=pretrained))
 
 
@@ -197,7 +198,7 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR
         # If it differs or fails, it is wrong, whatever the result without the initialization.
         return result
     without = _try(config, mesh, tensor, pretrained=True)
-    if without == PROVEN:
+    if without.startswith(PROVEN):
         return f"{GIVEN}; {result}"
     return result if without.startswith(REFUSED) else f"{without}, from pretrained weights; {result}"
 
@@ -223,7 +224,10 @@ def _reported(make: Callable[[], Proof | DropoutProof]) -> str:
 
 
 def _result(proof: Proof | DropoutProof) -> str:
-    return PROVEN if proof.difference is None else f"differs in {proof.difference}"
+    if proof.difference is not None:
+        return f"differs in {proof.difference}"
+    rounding = [it.error for it in getattr(proof, "findings", ()) if it.tolerance and it.error > TOLERANCE]
+    return f"{PROVEN} within rounding ({max(rounding):.0e})" if rounding else PROVEN
 
 
 def _case(

@@ -15,6 +15,7 @@ from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.tiny import HEADS, SHORT, key_value_heads
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.parallel.tiny_copy import copy_with_all_kinds, layer_kinds, tiny_config
 from meshtrain.training.resolve import ResolvedRun
@@ -23,6 +24,8 @@ from meshtrain.verify.prove import prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 
 FEWEST_MICROBATCHES = 4
+# Two processes share them unevenly, and need a part of a group of query heads.
+UNEVEN_HEADS, UNEVEN_KEYS = 9, 3
 
 
 def verify_run(resolved: ResolvedRun, json_file: Path | None) -> bool:
@@ -85,10 +88,27 @@ def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
 
     They share its key-value heads only if they must.
     """
+    if is_uneven(hf_config, tp):
+        # The copy has an odd number of heads.
+        return 2
     text = hf_config.get_text_config()
     heads, *others = values_in_layers(text, "num_attention_heads")
     between = (key_value_heads(text) or heads) not in (1, heads)
     return 2 if between or others else HEADS
+
+
+def is_uneven(hf_config: PretrainedConfig, tp: int) -> bool:
+    """Return whether processes share the query heads of a model unevenly."""
+    heads = uneven_heads(hf_config, tp)
+    return heads is not None and heads.queries % tp != 0
+
+
+def _keys(hf_config: PretrainedConfig, tp: int) -> int | None:
+    """Return the number of key-value heads of a tiny model with uneven heads: one, some or all."""
+    heads = uneven_heads(hf_config, tp)
+    if heads is None or heads.queries % tp == 0:
+        return None
+    return 1 if heads.keys == 1 else UNEVEN_HEADS if heads.keys == heads.queries else UNEVEN_KEYS
 
 
 def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
@@ -96,6 +116,8 @@ def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
 
     Every block of a projection that is made of four gets some of them.
     """
+    if is_uneven(hf_config, tp):
+        return UNEVEN_HEADS
     if not any(STYLES[style].four_blocks for style in plan.tensor.styles.values()):
         return HEADS
     (heads,) = values_in_layers(hf_config, "num_attention_heads")
@@ -129,7 +151,8 @@ def make_case(
     heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
     # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
-    make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, short=short)
+    keys = _keys(hf_config, max(real.tp, mesh.tp))
+    make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, keys=keys, short=short)
     build = partial(build_meta_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plans = {number: deeper for deeper, number in deepen(plan)}
     number, tiny, model = copy_with_all_kinds(layer_kinds(build(hf_config)), plans, make, build)

@@ -60,6 +60,21 @@ def test_a_class_of_others_is_not_remembered(directory: Path) -> None:
     assert not directory.exists()
 
 
+def test_a_damaged_answer_is_found_out_again(directory: Path) -> None:
+    find = Finder()
+    remembered("rules", tiny(), [2], find)
+    (path,) = (directory / "rules").iterdir()
+    path.write_text('{"calls"')
+    assert [remembered("rules", tiny(), [2], find) for _ in range(2)] == [{"calls": 2}] * 2
+
+
+def test_without_a_directory_nothing_is_remembered(directory: Path) -> None:
+    find = Finder()
+    directory.mkdir()
+    (directory / "rules").write_text("a file")
+    assert [remembered("rules", tiny(), [2], find) for _ in range(2)] == [{"calls": 1}, {"calls": 2}]
+
+
 def test_an_error_is_not_remembered(directory: Path) -> None:
     def fail() -> None:
         raise ValueError("no copy")

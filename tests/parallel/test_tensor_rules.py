@@ -2,7 +2,7 @@
 
 import ast
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 import meshtrain
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, Style
-from meshtrain.errors import PlanError
+from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.parallel.tensor.derive import with_derived_rules
+from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.split_flow import BATCH, PART, CannotSplitError, SeesUses
 from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.runtime.mesh import init_mesh
 from tests.parallel.families import VOCABULARY, Family, errors_of, resolve_family
@@ -76,6 +78,9 @@ FAMILIES = [
     Family("cohere"),
     Family("llama", {"num_key_value_heads": 1}),
     Family("qwen3", {"num_key_value_heads": 1}),
+    # As many heads as features in a head.
+    Family("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 64}),
+    Family("gpt2", {"num_attention_heads": 3, "hidden_size": 24}),
 ]
 # Options of configurations that change the operators around the heads.
 FLAGS = [
@@ -240,6 +245,41 @@ def test_other_tensors_than_hidden_states_cross_borders_over_tp() -> None:
     shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds, **sizes}
     roformer = {"is_decoder": True, "embedding_size": 32}
     prove([Family("gemma3n_text", shared), Family("roformer", roformer, PARTS)], (2, 1, 1, 2), 4)
+
+
+def test_multi_query_attention_repeats_its_heads_under_sdpa() -> None:
+    config = Family(
+        "gpt_bigcode", {"num_attention_heads": 16, "hidden_size": 128, "num_key_value_heads": 1}
+    ).hf_config()
+    model = build_meta_model(config, dtype=torch.float64, attention="sdpa")
+    plan = resolve_plan(ParallelPlan(mesh=MeshPlan(tp=2)), model, BatchShape(2, 1, 12), 2)
+    (names,) = plan.tensor.local_attributes.values()
+    assert "num_key_value_groups" in names
+
+
+def test_copies_that_do_not_run_matter_only_where_rules_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("needs a kernel")
+
+    monkeypatch.setattr("transformers.models.bloom.modeling_bloom.BloomAttention.forward", fail)
+    model = build_meta_model(Family("bloom", {"vocab_size": 62}).hf_config(), dtype=torch.float64, attention="eager")
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1))
+    assert not with_derived_rules(plan, model).tensor.fused
+    with pytest.raises(
+        ModelError, match=r"a tiny copy of BloomForCausalLM does not run \(RuntimeError: needs a kernel\)"
+    ):
+        with_derived_rules(plan.model_copy(update={"mesh": MeshPlan(tp=2)}), model)
+
+
+def test_parameters_on_a_part_of_the_sequence_are_found() -> None:
+    holder = torch.nn.Linear(8, 8, device="meta")
+    part = torch.empty(BATCH, PART, 8, device="meta")
+    uses = (lambda: part * holder.bias, lambda: part * (1 + holder.bias), lambda: part @ holder.weight.sigmoid())
+    for use in uses:
+        with SeesUses(holder, TensorRules()), pytest.raises(CannotSplitError, match="used on a part of the sequence"):
+            use()
+    with SeesUses(holder, TensorRules()):
+        assert holder(torch.empty(BATCH, 2 * PART, 8, device="meta")).shape == (BATCH, 2 * PART, 8)
 
 
 def test_blocks_of_parts_run_under_sequence_parallelism() -> None:

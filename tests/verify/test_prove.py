@@ -395,11 +395,11 @@ def test_class_that_differs_is_in_the_table(
 def test_refused_classes_alone_are_tried_from_pretrained_weights(
     random: str, given: str, cell: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classes, "_try", lambda config, mesh, *, pretrained: given if pretrained else random)
+    monkeypatch.setattr(classes, "_try", lambda config, mesh, tensor, *, pretrained: given if pretrained else random)
     monkeypatch.setattr(classes, "_drop", lambda config: "proven")
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == code
-    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} | proven | - |"
+    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} | {cell} | proven | - |"
 
 
 def test_model_types_and_classes_are_counted() -> None:
@@ -472,10 +472,12 @@ def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
     reason = "refused: a blt configuration has no number of layers; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
-    assert blt.count(reason) == 2
+    assert blt.count(reason) == 3
     assert blt.endswith("| has no attention dropout | - |")
-    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | - |"
-    assert rwkv == "| rwkv | RwkvForCausalLM | proven | proven | has no attention dropout | - |"
+    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | proven | - |"
+    split = "proven without sequence parallelism; refused: tensor.styles: rwkv.blocks.*.attention is"
+    assert rwkv.startswith(f"| rwkv | RwkvForCausalLM | proven | proven | {split}")
+    assert rwkv.endswith("| has no attention dropout | - |")
 
 
 def casts_of_a_norm() -> tuple[torch.dtype, ...]:

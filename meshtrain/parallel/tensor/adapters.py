@@ -49,7 +49,9 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
         words = " and ".join(map(repr, sorted({*styles})))
         what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
         if cut is None:
-            advice = "leave it out of target_modules, or set tp = 1"
+            uneven = any(STYLES[style].takes == "own heads" for style in styles)
+            remedy = "use a tp that divides the attention heads" if uneven else "set tp = 1"
+            advice = f"leave it out of target_modules, or {remedy}"
             problems[Problem(f"{what}, which no adapter can follow", advice)] = None
         elif is_split and drops_out(layer) and cut != "columns" and not _draws_apart(STYLES[styles[0]]):
             found = f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel"

@@ -9,6 +9,7 @@ Blocks whose parameters are all sharded share the collective of their input.
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -107,8 +108,14 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> RuleTables:
         return better
     if (problem := _problem_of(words, model, plan)) is None:
         return _translate(words, plan.tensor.experts)
-    console.line(f"The tensor parallel plan of transformers for a {model.config.model_type} is not used: {problem}")
+    _say(f"The tensor parallel plan of transformers for a {model.config.model_type} is not used: {problem}")
     return from_values(model, tp)
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line once in this process."""
+    console.line(line)
 
 
 def _problem_of(words: Mapping[str, str], model: PreTrainedModel, plan: ParallelPlan) -> str | None:

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,15 +15,12 @@ import meshtrain
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.data import DataConfig
 
-# What is found out depends on this code.
-CODE = ("parallel", "models", "compat")
-
 
 def remembered(what: str, model: PreTrainedModel, details: object, make: Callable[[], Any]) -> Any:
     """Return what `make` returned for this class and configuration, or call it.
 
-    Only classes of transformers are remembered, because the code of others may change. Without a
-    directory that can be written, nothing is.
+    Only classes of transformers are remembered, because the code of others may change. Files are in
+    the default cache directory. Where it cannot be written, nothing is remembered.
 
     Args:
         what: name of what is found out.
@@ -37,9 +34,11 @@ def remembered(what: str, model: PreTrainedModel, details: object, make: Callabl
     identity = (what, _versions(), kind.__module__, kind.__qualname__, model.config.to_json_string(use_diff=False))
     key = hashlib.sha256(json.dumps([*identity, attention_implementation(model.config), details]).encode()).hexdigest()
     path = Path(DataConfig().cache_directory) / "rules" / f"{key}.json"
-    if path.exists():
+    try:
         return json.loads(path.read_text())
-    value = make()
+    except (OSError, ValueError):
+        # It was never written, or is damaged.
+        value = make()
     _write(path, json.dumps(value))
     return value
 
@@ -48,17 +47,18 @@ def remembered(what: str, model: PreTrainedModel, details: object, make: Callabl
 def _versions() -> list[str]:
     root = Path(meshtrain.__file__).parent
     code = hashlib.sha256()
-    for file in sorted(file for package in CODE for file in (root / package).rglob("*.py")):
+    for file in sorted(root.rglob("*.py")):
         code.update(file.read_bytes())
     return [version("torch"), version("transformers"), code.hexdigest()]
 
 
 def _write(path: Path, text: str) -> None:
-    existing = next(it for it in path.parents if it.exists())
-    if not os.access(existing, os.W_OK):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Others, also on other machines, may write the same file, and none may read a part of it.
+        with NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+            part.write(text)
+        Path(part.name).replace(path)
+    except OSError:
+        # A directory that cannot be written, or a full disk: the next command finds it out again.
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes may write the same file, and none may read a part of it.
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)

@@ -72,7 +72,10 @@ class OwnInputs:
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, inputs of its heads) to (batch, seq, out)."""
-        bias = getattr(self, "bias", None) if self.has_bias else None
+        bias = getattr(self, "bias", None)
+        if bias is not None and not self.has_bias:
+            # Every process has a gradient, so that none must tell the others that it has none.
+            bias = bias * 0.0
         return self.leave(F.linear(x, _matrix(self)[:, self.inputs], bias))
 
 

@@ -75,7 +75,9 @@ def divides_uneven_heads(plan: ParallelPlan, model: PreTrainedModel) -> bool:
     rows = [(STYLES[tensor.styles[name]], counts[label]) for name, label in labelled if label in counts]
     is_cut = any(count % tp and "part" in (row.gives, row.takes) for row, count in rows)
     too_few = heads.queries < tp and any(row.gives_cut for row, _ in rows)
-    return is_cut or too_few or not labels
+    # One key-value head is not cut, so it is enough that tp divides the query heads.
+    is_unknown = not labels and (heads.queries % tp != 0 or heads.keys > 1)
+    return is_cut or too_few or is_unknown
 
 
 def _labelled(styles: Iterable[str], fused: Mapping[str, Parts], labels: HeadLabels) -> Iterator[tuple[str, HeadLabel]]:

@@ -32,11 +32,11 @@ from meshtrain.parallel.tensor.styles import STYLES
 BATCH, PART = 3, 5
 
 
-class _CannotSplitError(Exception):
+class CannotSplitError(Exception):
     """Ends a pass in which the hidden states cannot be split."""
 
 
-class _Uses(OperatorMode):
+class SeesUses(OperatorMode):
     """Dispatch mode that ends a pass which uses a parameter on a part of the sequence.
 
     Gradients of most parameters are complete only where every process has all tokens.
@@ -44,6 +44,8 @@ class _Uses(OperatorMode):
 
     def __init__(self, model: nn.Module, rules: TensorRules) -> None:
         super().__init__()
+        # Tensors are kept alive, so that their memory is not reused for others.
+        self._kept: list[Tensor] = []
         self._full = {
             memory_of(parameter): name
             for name, parameter in model.named_parameters()
@@ -52,10 +54,21 @@ class _Uses(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = tensors_in((args, kwargs))
-        used = next((self._full[memory_of(tensor)] for tensor in inputs if memory_of(tensor) in self._full), None)
-        if used is not None and any(tensor.shape[:2] == (BATCH, PART) for tensor in inputs):
-            raise _CannotSplitError(f"{as_pattern(used)} is used on a part of the sequence, outside of its module")
-        return func(*args, **(kwargs or {}))
+        names = [self._full.get(memory_of(tensor)) for tensor in inputs]
+        used = next((name for name in names if name is not None), None)
+        if used is not None and any(map(_is_part, inputs)):
+            raise CannotSplitError(f"{as_pattern(used)} is used on a part of the sequence, outside of its module")
+        result = func(*args, **(kwargs or {}))
+        if used is not None and None not in names:
+            # What is computed from parameters alone has the gradient of a parameter.
+            for tensor in tensors_in(result):
+                self._full[memory_of(tensor)] = used
+                self._kept.append(tensor)
+        return result
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.shape[:2] == (BATCH, PART) or tensor.shape[:1] == (BATCH * PART,)
 
 
 def _is_summed(parameter: str, style: Style | None) -> bool:
@@ -84,7 +97,7 @@ def why_not_split(model: PreTrainedModel, rules: TensorRules, tp: int) -> str | 
             continue
         try:
             _run(model, rules, tp, with_mask=with_mask)
-        except _CannotSplitError as error:
+        except CannotSplitError as error:
             return str(error)
         except MISFITS as error:
             return f"its layers combine a part of the sequence with the full sequence ({_first_line(error)})"
@@ -103,7 +116,7 @@ def _run(model: PreTrainedModel, rules: TensorRules | None, tp: int, *, with_mas
         stack.enter_context(hooks_disabled(copied))
         if rules is not None:
             _split(copied, rules, length)
-            stack.enter_context(_Uses(copied, rules))
+            stack.enter_context(SeesUses(copied, rules))
         stack.enter_context(probed(copied, length))
         stack.enter_context(torch.no_grad())
         stack.enter_context(all_entries_nonzero())
@@ -143,7 +156,7 @@ def _change(before: int, after: int, name: str, x: Tensor) -> Tensor:
     if x.dim() < 3 or x.shape[SEQUENCE_DIM] != before:
         words = {PART: "seq / tp", max(before, after): "seq", BATCH: "batch", BATCH * PART: "batch * seq / tp"}
         found = ", ".join([*(words.get(size, str(size)) for size in x.shape[:-1]), str(x.shape[-1])])
-        raise _CannotSplitError(f"{as_pattern(name)} has ({found}) instead of (batch, {words[before]}, hidden)")
+        raise CannotSplitError(f"{as_pattern(name)} has ({found}) instead of (batch, {words[before]}, hidden)")
     return x.new_empty(*x.shape[:SEQUENCE_DIM], after, *x.shape[SEQUENCE_DIM + 1 :])
 
 

@@ -31,7 +31,7 @@ from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
-from meshtrain.parallel.tensor.dataflow.copies import inputs_of, tiny_model
+from meshtrain.parallel.tensor.dataflow.copies import copies_must_run, inputs_of, tiny_model
 from meshtrain.parallel.tensor.dataflow.places import Place, cuts_alike, places_of
 from meshtrain.parallel.tensor.dataflow.reach import Recording, reach_of, record, returned_directly
 from meshtrain.parallel.tensor.dataflow.shares import PARTS, Share, find_shares, part_names
@@ -65,7 +65,7 @@ def derive_rules(model: PreTrainedModel) -> RuleTables:
     # Two processes do not share key-value heads here, if there are two: what they share must not
     # pass for what one process computes.
     tiny = tiny_model(model, WAYS)
-    with float32_casts_lifted():
+    with float32_casts_lifted(), copies_must_run(tiny):
         found = _derive(tiny, partial(_larger_copy, model))
     return _for_model(model, found)
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern
+from meshtrain.models.tiny import HEAD_SIZE
 from meshtrain.parallel.tensor.dataflow.blocks import find_cuts
-from meshtrain.parallel.tensor.dataflow.copies import inputs_of, on_meta, tiny_model
+from meshtrain.parallel.tensor.dataflow.copies import copies_must_run, inputs_of, on_meta, tiny_model
 from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel, labels_of
 from meshtrain.parallel.tensor.dataflow.parts import WAYS, where_parts_differ
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
@@ -31,11 +32,12 @@ def head_labels(model: PreTrainedModel) -> dict[str, tuple[HeadLabel, ...]]:
     of_model = heads_of(model.config)
     if of_model is None:
         return {}
-    few = of_model.queries <= MANY_HEADS
-    tiny = tiny_model(model, 1, heads=min(of_model.queries, MANY_HEADS), keys=of_model.keys if few else None)
+    # As many heads as features in a head would not be told apart.
+    few = of_model.queries <= MANY_HEADS and of_model.queries != HEAD_SIZE
+    tiny = tiny_model(model, 1, heads=of_model.queries if few else MANY_HEADS, keys=of_model.keys if few else None)
     heads = heads_of(tiny.config)
     assert heads is not None, "a copy has heads as the model has"
-    with float32_casts_lifted():
+    with float32_casts_lifted(), copies_must_run(tiny):
         recording = record(tiny, inputs_of(tiny))
         reached = {name: reach_of(recording, name) for name in recording.calls}
         cuts = [*find_cuts(reached, returned_directly(recording), ways=1)]
@@ -93,5 +95,5 @@ def _where_rules_fail(
     for copied in (tiny, meta):
         unfuse(copied, fused)
     rules = rules_of(meta)
-    with float32_casts_lifted():
+    with float32_casts_lifted(), copies_must_run(tiny):
         return where_parts_differ(tiny, inputs_of(tiny), rules, tp)

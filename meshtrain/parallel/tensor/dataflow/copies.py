@@ -1,20 +1,23 @@
 """Build tiny copies of a model that compute in float64."""
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.transformers import attention_implementation, build, set_attention_implementation, supports_sdpa
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_model
 from meshtrain.models.refusals import REFUSALS, refusal_reason
+from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
 from meshtrain.parallel.tiny_copy import MAX_LAYERS, copy_with_all_kinds, layer_kinds, tiny_config
 
 FEWEST_LAYERS = 4
-BATCH, LENGTH, NOISE = 2, 8, 0.05
+BATCH, LENGTH, PADDED, NOISE = 2, 8, 2, 0.05
 
 
 def tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
@@ -56,10 +59,34 @@ def on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
         ) from error
 
 
-def inputs_of(tiny: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the inputs of a run of a copy: (`BATCH`, `LENGTH`) tokens."""
+@contextmanager
+def copies_must_run(tiny: PreTrainedModel) -> Iterator[None]:
+    """Raise a ModelError if a copy does not run in the block.
+
+    Raises:
+        ModelError: with the error of the model's own code.
+    """
+    try:
+        yield
+    except MISFITS as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ModelError(
+            f"a tiny copy of {type(tiny).__name__} does not run ({type(error).__name__}: {first})"
+        ) from error
+
+
+def inputs_of(tiny: PreTrainedModel) -> dict[str, Any]:
+    """Return the inputs of a run of a copy: (`BATCH`, `LENGTH`) tokens, and their mask.
+
+    With padding, attention does not take a short way that reads other numbers.
+    """
     stream = torch.Generator().manual_seed(1)
     vocabulary = tiny.config.get_text_config().vocab_size
     # Without tokens for padding and the like, if there are others.
     first = 2 if vocabulary > 3 else 0
-    return {"input_ids": torch.randint(first, vocabulary, (BATCH, LENGTH), generator=stream)}
+    ids = torch.randint(first, vocabulary, (BATCH, LENGTH), generator=stream)
+    if "attention_mask" not in inspect.signature(type(tiny).forward).parameters:
+        return {"input_ids": ids, **no_router_logits(tiny)}
+    mask = torch.ones_like(ids)
+    mask[0, -PADDED:] = 0
+    return {"input_ids": ids, "attention_mask": mask, **no_router_logits(tiny)}

@@ -71,7 +71,7 @@ def where_parts_differ(
         except _DiffersError as error:
             return str(error)
         except MISFITS as error:
-            return f"{type(model).__name__} ({type(error).__name__}: {error})"
+            return f"{type(model).__name__} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         for name, tensors in results.items():
             sums[name].append(tensors)
     for name, parts in sums.items():
