@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtrain.compat.autograd import OperatorMode, memory_of, tensors_in
-from meshtrain.compat.initialization import Rule, is_marked
+from meshtrain.compat.initialization import Rule, is_marked, mark_initialized
 from meshtrain.compat.nn import parameter_table
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.layout import local_indices, local_tensor
@@ -102,10 +102,11 @@ class Rules:
         model: with materialized parameters.
         seed: of the run.
         filler: replaces the init functions.
+        keeps: whether parameters get the values. If not, only buffers do.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int, filler: Filler) -> None:
-        self._seed, self._filler = seed, filler
+    def __init__(self, model: PreTrainedModel, seed: int, filler: Filler, *, keeps: bool = True) -> None:
+        self._seed, self._filler, self._keeps = seed, filler, keeps
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = [*model.modules()]
         self._parameters = {memory_of(local_tensor(p)): p for p in model.parameters() if not p.is_meta}
@@ -119,8 +120,11 @@ class Rules:
             if touched is None:
                 break
             full[touched] = nn.Parameter(torch.empty(touched.shape, dtype=torch.float32), requires_grad=False)
-        for parameter, value in full.items():
-            self._filler.keep_part(parameter, value)
+            if is_marked(touched):
+                mark_initialized(full[touched])
+        if self._keeps:
+            for parameter, value in full.items():
+                self._filler.keep_part(parameter, value)
 
     @contextmanager
     def _fused_in_full(self, module: nn.Module) -> Iterator[None]:
@@ -133,7 +137,7 @@ class Rules:
         finally:
             for child in unfused:
                 written, child.written = child.written, None
-                for kind, value in (written or {}).items():
+                for kind, value in (written or {}).items() if self._keeps else ():
                     for parameter, part in child.split(kind, value):
                         self._filler.keep_part(parameter, part)
 

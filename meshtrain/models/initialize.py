@@ -163,11 +163,14 @@ def _fused(model: nn.Module) -> Iterator[tuple[str, str, UnfusedProjection]]:
 def restore_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that checkpoints do not contain, such as rotary frequencies.
 
-    The parameters are not changed.
+    The parameters are not changed, also by a rule that fills them without torch's init functions.
     """
     for parameter in model.parameters():
         mark_initialized(parameter)
-    _apply_hf_rules(model)
+    filler = Filler(0, {id(parameter): name for name, parameter in model.named_parameters()})
+    rules = Rules(model, 0, filler, keeps=False)
+    with functions_replaced(filler.replace, filler.copy), rules_wrapped(rules.run):
+        _apply_hf_rules(model)
     _complete_buffers(model)
 
 

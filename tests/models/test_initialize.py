@@ -17,6 +17,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
+from meshtrain.models.layout import local_tensor
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import cut
@@ -154,6 +155,15 @@ class DrawsByItself(LlamaForCausalLM):
             module.weight.uniform_()
 
 
+class Computes(LlamaForCausalLM):
+    """Its rule joins a parameter with a tensor of its own, as that of RWKV."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            init.copy_(module.weight, torch.ones_like(module.weight * 0.3 + torch.ones(module.weight.shape)))
+
+
 class OtherHead(LlamaForCausalLM):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -185,6 +195,7 @@ class EmptyBuffer(LlamaForCausalLM):
 
 
 DRAWING = (Xavier, Orthogonal, Forgotten, PartByPart, DrawsByItself)
+TOUCHING = (PartByPart, DrawsByItself, Computes)
 
 
 def drawn_in_shards() -> list[list[str]]:
@@ -201,6 +212,27 @@ def drawn_in_shards() -> list[list[str]]:
 
 def test_every_draw_gives_the_same_values_in_shards() -> None:
     assert run_on_ranks(2, drawn_in_shards) == [[[]] * len(DRAWING)] * 2
+
+
+def restored_in_shards() -> list[bool]:
+    """Return whether each class has the stock buffers, and its parameters as they were."""
+    same = []
+    for kind in TOUCHING:
+        model = on_meta(kind)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        materialize(model, CPU, tied={})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_tensor(parameter).fill_(7.0)
+        restore(model)
+        stock = dict(kind(TINY).named_buffers())
+        same.append(all(torch.equal(buffer, stock[name]) for name, buffer in model.named_buffers()))
+        same.append(all(bool((local_tensor(parameter) == 7.0).all()) for parameter in model.parameters()))
+    return same
+
+
+def test_rules_that_use_parameters_restore_buffers_alone() -> None:
+    assert run_on_ranks(2, restored_in_shards) == [[True] * 2 * len(TOUCHING)] * 2
 
 
 def test_draws_have_the_distribution_of_their_rules() -> None:
