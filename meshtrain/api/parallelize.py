@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle, find_handle
 from meshtrain.api.model import make_adapted, make_parallel
+from meshtrain.api.own_loss import shifts_before_cross_entropy
 from meshtrain.api.pipelined_model import PipelinedModel
 from meshtrain.api.rebind import record_successors
 from meshtrain.api.values import Values, check_equal_on_all, put, put_buffers, take
@@ -118,7 +119,7 @@ def parallelize(
     if parts.plan.mesh.pp > 1:
         # The model that was passed stays complete, on meta: it defines how its adapters are saved.
         put_on_adapters(stock, parts.adapters)
-        return PipelinedModel(handle)
+        return PipelinedModel(handle, shifts_labels=parts.shifts_labels)
     make_parallel(stock, handle, GradientCompletion(pipeline))
     if adapted is not None:
         make_adapted(adapted, pipeline)
@@ -126,11 +127,15 @@ def parallelize(
 
 
 class _TakenApart(NamedTuple):
-    """What `_take_apart` has taken off a model, and the resolved plan for it."""
+    """What `_take_apart` has taken off a model, and the resolved plan for it.
+
+    `shifts_labels` says whether the loss of its class does so; only a pipeline asks for it.
+    """
 
     plan: ParallelPlan
     values: Values
     adapters: Mapping[str, nn.Module]
+    shifts_labels: bool
 
 
 def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _TakenApart:
@@ -148,8 +153,9 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
             _check_code_of_stages(stock)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
         _check_code_of_projections(stock, resolved)
+        shifts = resolved.mesh.pp == 1 or shifts_before_cross_entropy(stock)
         undo.pop_all()
-    return _TakenApart(resolved, values, adapters)
+    return _TakenApart(resolved, values, adapters, shifts)
 
 
 def _pipeline_with_values(

@@ -29,7 +29,7 @@ IMPLIED_OPTIONS = {"use_cache": False, "output_attentions": False, "output_hidde
 """Options that a program may pass to a training pass because they hold anyway."""
 ALTERNATIVES = {
     "inputs_embeds": "only the first stage could use them; pass input_ids",
-    "shift_labels": "the ranks of a pipeline shift labels themselves; pass labels, unshifted",
+    "shift_labels": "the ranks of a pipeline shift labels themselves; pass labels as the model takes them",
     "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
 }
 MOST_OFFSET = 2
@@ -41,7 +41,7 @@ class CheckedBatch:
     """A batch that has passed all checks.
 
     Attributes:
-        inputs: for the stages, on their device; `labels` are shifted.
+        inputs: for the stages, on their device; each of `labels` is that of the next token.
         num_tokens: () int64, number of labels that count on all data ranks.
         trains: whether any parameter of the model is not frozen.
     """
@@ -57,10 +57,11 @@ class BatchChecker:
     Args:
         pipeline: computes them.
         device: of this rank's stages.
+        shifts_labels: whether the batches have unshifted labels.
     """
 
-    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
-        self._pipeline, self._device = pipeline, device
+    def __init__(self, pipeline: Pipeline, device: torch.device, *, shifts_labels: bool) -> None:
+        self._pipeline, self._device, self._shifts_labels = pipeline, device, shifts_labels
         self._num_positions = _learned_positions(pipeline)
         names = inspect.signature(type(pipeline.stages[0].model).forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in names.values())
@@ -89,7 +90,7 @@ class BatchChecker:
             self._pipeline, inputs, bool(problems), trains_here, *ties.trained_originals()
         )
         ties.freeze_copies(trained_ties)
-        labels = torch.empty(0) if problems else _shifted(inputs["labels"])
+        labels = torch.empty(0) if problems else self._labels_of_next_tokens(inputs["labels"])
         counted = count_trained_tokens(labels.cpu())
         message = torch.stack([counted, torch.tensor(int(is_wrong or not is_same))])
         num_tokens, num_wrong = all_reduce_over(message, self._pipeline.mesh, DATA_AXES)
@@ -100,6 +101,12 @@ class BatchChecker:
         # not have.
         on_device = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
         return CheckedBatch(on_device, num_tokens.to(self._device), bool(trains))
+
+    def _labels_of_next_tokens(self, labels: Tensor) -> Tensor:
+        """Return labels (rows, seq) shifted as the loss of the class does."""
+        if not self._shifts_labels:
+            return labels.long()
+        return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
 
     def _check(self, inputs: Mapping[str, Tensor]) -> None:
         if unknown := [name for name in inputs if self._known is not None and name not in self._known]:
@@ -210,11 +217,6 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
 def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
     if ids.dim() != 2 or ids.dtype not in TOKENS:
         raise DataError(f"{name} is {tuple(ids.shape)} {dtype_name(ids.dtype)}", "pass token ids (rows, seq), int64")
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """Return labels (rows, seq) as a stock loss shifts them: each token predicts the next."""
-    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
 
 
 def _raise_first(problems: tuple[Problem, ...], other: Problem | None) -> NoReturn:

@@ -60,14 +60,15 @@ class PipelinedModel:
 
     Args:
         handle: of the model.
+        shifts_labels: whether the loss of its class shifts labels.
     """
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, *, shifts_labels: bool) -> None:
         setattr(self, ATTRIBUTE, handle)
         self._handle = handle
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
-        self._batches = BatchChecker(handle.pipeline, handle.device)
+        self._batches = BatchChecker(handle.pipeline, handle.device, shifts_labels=shifts_labels)
         self._failure: str | None = None
         self._loss = build_loss(handle.pipeline)
 
@@ -147,10 +148,11 @@ class PipelinedModel:
         `optimizer.zero_grad()` before.
 
         Args:
-            batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them,
-                unshifted and -100 where a token is not to count, and further inputs of the model,
-                such as `attention_mask` (rows, seq). The number of rows is a multiple of the micro
-                batch size, and large enough for the schedule. Entries that are None are left out.
+            batch: `input_ids` (rows, seq), `labels` (rows, seq) as the class takes them, -100 where
+                a token is not to count, and further inputs of the model, such as `attention_mask`
+                (rows, seq). Most classes take unshifted labels; the decoders of BART and similar
+                models take shifted ones. The number of rows is a multiple of the micro batch size,
+                and large enough for the schedule. Entries that are None are left out.
                 With `use_cache` False, here or in the configuration, documents of one row are kept
                 apart where `position_ids` start from 0 again, as in the stock call.
 

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import meshtrain
 from meshtrain.api.handle import pipeline_of
+from meshtrain.errors import ModelError
 from meshtrain.parallel.pipeline import full_tensor
 from tests.api.programs import Batch, own_part
 from tests.casts import lift_float32_casts
@@ -54,8 +55,11 @@ def errors_of(mesh: dict[str, int], model_type: str) -> dict[str, float]:
     wanted = stock(**batch).loss
     wanted.backward()
     model = meshtrain.parallelize(build(model_type), {"mesh": mesh}, prove_unknown_class=False)
-    found = model(**own_part(model, batch)).loss
-    found.backward()
+    if isinstance(model, PreTrainedModel):
+        found = model(**own_part(model, batch)).loss
+        found.backward()
+    else:
+        found = model.forward_backward(batch)
     errors = {"loss": relative_error(found.detach(), wanted.detach())}
     gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
     for name, parameter in pipeline_of(model).owned_parameters().items():
@@ -76,3 +80,26 @@ def test_losses_over_unshifted_labels_are_the_mean_over_all_data_ranks(mesh: dic
             wrong = {name: error for name, error in errors.items() if not error <= 1e-12}
             assert not wrong, (model_type, wrong)
             assert len(errors) > 20
+
+
+def test_pipeline_takes_labels_as_the_class_does() -> None:
+    for model_type in MODEL_TYPES:
+        if model_type == "prophetnet":
+            continue
+        for errors in run_on_ranks(2, errors_of, {"pp": 2}, model_type):
+            wrong = {name: error for name, error in errors.items() if not error <= 1e-12}
+            assert not wrong, (model_type, wrong)
+            assert len(errors) > 5
+
+
+def refuse_over_a_pipeline() -> str:
+    with pytest.raises(ModelError) as caught:
+        meshtrain.parallelize(build("prophetnet"), {"mesh": {"pp": 2}}, prove_unknown_class=False)
+    return str(caught.value)
+
+
+def test_loss_of_several_next_tokens_is_refused_over_a_pipeline() -> None:
+    assert run_on_ranks(2, refuse_over_a_pipeline) == 2 * [
+        "the loss of a ProphetNetForCausalLM is not the mean cross-entropy of its logits, which the last stage of a "
+        "pipeline computes; use a mesh with pp = 1, which uses the model's own loss"
+    ]
