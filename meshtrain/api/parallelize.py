@@ -119,6 +119,7 @@ def parallelize(
     if parts.plan.mesh.pp > 1:
         # The model that was passed stays complete, on meta: it defines how its adapters are saved.
         put_on_adapters(stock, parts.adapters)
+        assert parts.shifts_labels is not None
         return PipelinedModel(handle, shifts_labels=parts.shifts_labels)
     make_parallel(stock, handle, GradientCompletion(pipeline))
     if adapted is not None:
@@ -129,13 +130,14 @@ def parallelize(
 class _TakenApart(NamedTuple):
     """What `_take_apart` has taken off a model, and the resolved plan for it.
 
-    `shifts_labels` says whether the loss of its class does so; only a pipeline asks for it.
+    `shifts_labels` says whether the loss of its class shifts labels; None without a pipeline, which
+    does not need it.
     """
 
     plan: ParallelPlan
     values: Values
     adapters: Mapping[str, nn.Module]
-    shifts_labels: bool
+    shifts_labels: bool | None
 
 
 def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _TakenApart:
@@ -153,7 +155,7 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
             _check_code_of_stages(stock)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
         _check_code_of_projections(stock, resolved)
-        shifts = resolved.mesh.pp == 1 or shifts_before_cross_entropy(stock)
+        shifts = shifts_before_cross_entropy(stock) if resolved.mesh.pp > 1 else None
         undo.pop_all()
     return _TakenApart(resolved, values, adapters, shifts)
 

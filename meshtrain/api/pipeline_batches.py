@@ -29,7 +29,7 @@ IMPLIED_OPTIONS = {"use_cache": False, "output_attentions": False, "output_hidde
 """Options that a program may pass to a training pass because they hold anyway."""
 ALTERNATIVES = {
     "inputs_embeds": "only the first stage could use them; pass input_ids",
-    "shift_labels": "the ranks of a pipeline shift labels themselves; pass labels as the model takes them",
+    "shift_labels": "a pipeline takes only labels; pass those that the model itself takes",
     "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
 }
 MOST_OFFSET = 2
@@ -57,7 +57,7 @@ class BatchChecker:
     Args:
         pipeline: computes them.
         device: of this rank's stages.
-        shifts_labels: whether the batches have unshifted labels.
+        shifts_labels: whether the loss of the model's class shifts labels.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, *, shifts_labels: bool) -> None:

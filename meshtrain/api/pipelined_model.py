@@ -60,7 +60,7 @@ class PipelinedModel:
 
     Args:
         handle: of the model.
-        shifts_labels: whether the loss of its class shifts labels.
+        shifts_labels: whether the loss of the model's class shifts labels.
     """
 
     def __init__(self, handle: Handle, *, shifts_labels: bool) -> None:

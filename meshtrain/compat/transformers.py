@@ -197,6 +197,15 @@ def has_loss_of_program(model: PreTrainedModel) -> bool:
     return "_loss_function" in vars(model)
 
 
+def forget_loss(model: PreTrainedModel) -> None:
+    """Undo the setting of `model.loss_function`.
+
+    Why: the public property cannot be deleted.
+    Holds: transformers 5.17 to 5.23.
+    """
+    del model._loss_function
+
+
 def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:
     """Return how transformers records the router logits of a model class.
 

@@ -102,7 +102,7 @@ class Rules:
         model: with materialized parameters.
         seed: of the run.
         filler: replaces the init functions.
-        keeps: whether parameters get the values. If not, only buffers do.
+        keeps: False: only buffers are filled.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int, filler: Filler, *, keeps: bool = True) -> None:
@@ -116,7 +116,9 @@ class Rules:
         full: dict[nn.Parameter, nn.Parameter] = {}
         while True:
             with seeded_by(f"{self._seed}|{self._names.get(id(module))}"), self._fused_in_full(module):
-                touched = self._run_with(full, rule, getattr(module, "padding_idx", None))
+                # A rule that zeroes the row of the padding changes the parameter.
+                padding = getattr(module, "padding_idx", None) if self._keeps else None
+                touched = self._run_with(full, rule, padding)
             if touched is None:
                 break
             full[touched] = nn.Parameter(torch.empty(touched.shape, dtype=torch.float32), requires_grad=False)
@@ -145,8 +147,7 @@ class Rules:
         self, full: Mapping[nn.Parameter, nn.Parameter], rule: Rule, padding: int | None
     ) -> nn.Parameter | None:
         """Run a rule with some parameters in full; return one more that it needs so, if any."""
-        others = {memory: parameter for memory, parameter in self._parameters.items() if parameter not in full}
-        watch = _Watch(self._filler, others, padding)
+        watch = _Watch(self._filler, self._parameters, full, padding)
         names = {id(value): self._filler.names[id(parameter)] for parameter, value in full.items()}
         self._filler.names.update(names)
         try:
@@ -162,11 +163,24 @@ class _NeededInFullError(Exception):
 
 
 class _Watch(OperatorMode):
-    """Ends a rule as soon as it uses a parameter otherwise than by an init function."""
+    """Ends a rule as soon as it uses a parameter otherwise than by an init function.
 
-    def __init__(self, filler: Filler, parameters: Mapping[int, nn.Parameter], padding: int | None) -> None:
+    Args:
+        filler: does what the init functions do.
+        parameters: memory -> parameter.
+        full: the parameters that are there in full.
+        padding: the row of the padding in an embedding, if the rule may change it.
+    """
+
+    def __init__(
+        self,
+        filler: Filler,
+        parameters: Mapping[int, nn.Parameter],
+        full: Mapping[nn.Parameter, nn.Parameter],
+        padding: int | None,
+    ) -> None:
         super().__init__()
-        self._filler, self._parameters, self._padding = filler, parameters, padding
+        self._filler, self._parameters, self._full, self._padding = filler, parameters, full, padding
         self._padding_rows: list[Tensor] = []
         self.touched: nn.Parameter | None = None
 
@@ -174,15 +188,16 @@ class _Watch(OperatorMode):
         kind = func.overloadpacket.__name__
         if self._filler.is_busy or kind in ("detach", "alias"):
             return func(*args, **(kwargs or {}))
-        if kind == "select" and args[2] == self._padding:
+        if kind == "select" and self._padding is not None and args[2] == self._padding:
             # Rules zero this row, which `_zero_padding_rows` does on every mesh.
             self._padding_rows.append(func(*args, **(kwargs or {})))
             return self._padding_rows[-1]
         for tensor in tensors_in((args, kwargs)):
             if any(tensor is row for row in self._padding_rows):
                 continue
-            self.touched = self._parameters.get(memory_of(local_tensor(tensor)))
-            if self.touched is not None:
+            found = self._parameters.get(memory_of(local_tensor(tensor)))
+            if found is not None and found not in self._full:
+                self.touched = found
                 raise _NeededInFullError
         return func(*args, **(kwargs or {}))
 

@@ -163,7 +163,8 @@ def _fused(model: nn.Module) -> Iterator[tuple[str, str, UnfusedProjection]]:
 def restore_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that checkpoints do not contain, such as rotary frequencies.
 
-    The parameters are not changed, also by a rule that fills them without torch's init functions.
+    The parameters are not changed, not even by a rule that fills them without torch's init
+    functions.
     """
     for parameter in model.parameters():
         mark_initialized(parameter)

@@ -84,5 +84,6 @@ def seeded_stream(key: str) -> torch.Generator:
 def seeded_by(key: str) -> Iterator[None]:
     """Seed the random stream of the CPU by a key while the block runs, and then restore it."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeded_stream(key).initial_seed())
+        # `torch.manual_seed` would seed GPUs too, and they are not restored.
+        torch.default_generator.manual_seed(seeded_stream(key).initial_seed())
         yield

@@ -1,12 +1,18 @@
 """Classes that compute their own loss from unshifted labels train as the stock ones do."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 import meshtrain
 from meshtrain.api.handle import pipeline_of
+from meshtrain.api.own_loss import shifts_before_cross_entropy
+from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.errors import ModelError
 from meshtrain.parallel.pipeline import full_tensor
 from tests.api.programs import Batch, own_part
@@ -16,6 +22,13 @@ from tests.tiny import tiny_config
 
 MODEL_TYPES = ("cpmant", "mvp", "prophetnet", "trocr", "xlm", "xlnet")
 NUM_LAYERS = 2
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def tiny(model_type: str) -> PretrainedConfig:
@@ -29,11 +42,13 @@ def tiny(model_type: str) -> PretrainedConfig:
 def build(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny(model_type)).double().train()
+    # What parallelize finds out about the class must not depend on the seed of the rank.
     # Only casts of modules that are imported are lifted.
     lift_float32_casts()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
     return model
 
 
@@ -90,6 +105,87 @@ def test_pipeline_takes_labels_as_the_class_does() -> None:
             wrong = {name: error for name, error in errors.items() if not error <= 1e-12}
             assert not wrong, (model_type, wrong)
             assert len(errors) > 5
+
+
+class Unshifted(LlamaForCausalLM):
+    """Its loss takes labels that are shifted already."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> Any:
+        output = super().forward(input_ids, **inputs)
+        if labels is not None:
+            output.loss = F.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten())
+        return output
+
+
+class WithoutLabels(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+
+class OneForEachToken(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> Any:
+        output = super().forward(input_ids, **inputs)
+        if labels is not None:
+            output.loss = F.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+        return output
+
+
+def llama(kind: type[LlamaForCausalLM], **changes: Any) -> LlamaForCausalLM:
+    return kind(LlamaConfig(**{"vocab_size": 64, **LLAMA, **changes}))
+
+
+@pytest.mark.parametrize(("kind", "shifts"), [(LlamaForCausalLM, True), (Unshifted, False), (WithoutLabels, True)])
+@pytest.mark.parametrize("spread", [0.0, 0.02])
+def test_any_seed_tells_which_labels_a_class_takes(kind: type[LlamaForCausalLM], shifts: bool, spread: float) -> None:
+    model = llama(kind, initializer_range=spread)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        assert shifts_before_cross_entropy(model) is shifts
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_vocabulary_may_be_smaller_than_the_tokens_of_the_trial() -> None:
+    assert shifts_before_cross_entropy(llama(LlamaForCausalLM, vocab_size=5, pad_token_id=None))
+
+
+class WithManyTokens(LlamaConfig):
+    """A configuration whose vocabulary has a name that nothing knows."""
+
+    tokens_known = 1_000_000
+
+
+class Large(LlamaForCausalLM):
+    config_class = WithManyTokens
+
+    def __init__(self, config: WithManyTokens) -> None:
+        super().__init__(config)
+        self.table = torch.nn.Embedding(config.tokens_known, config.hidden_size)
+
+
+class LargeAndUnshifted(Unshifted, Large):
+    pass
+
+
+def test_class_that_cannot_be_shrunk_must_have_the_loss_of_transformers() -> None:
+    with torch.device("meta"):
+        model, other = (kind(WithManyTokens(vocab_size=64, **LLAMA)) for kind in (Large, LargeAndUnshifted))
+    assert shifts_before_cross_entropy(model)
+    assert not has_loss_of_program(model)
+    with pytest.raises(ModelError, match=r"a copy has 16\d,\d+ parameters|cannot be shrunk"):
+        shifts_before_cross_entropy(other)
+
+
+@pytest.mark.parametrize("kind", ["another reduction", "another type"])
+def test_other_losses_are_refused_over_a_pipeline(kind: str) -> None:
+    model = llama(OneForEachToken if kind == "another reduction" else LlamaForCausalLM)
+    if kind == "another type":
+        model.loss_type = "ForMaskedLM"
+    expected = (
+        "is not the mean cross-entropy" if kind == "another reduction" else r"model\.loss_type = 'ForMaskedLM' was"
+    )
+    with pytest.raises(ModelError, match=expected):
+        shifts_before_cross_entropy(model)
 
 
 def refuse_over_a_pipeline() -> str:

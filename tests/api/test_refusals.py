@@ -229,8 +229,7 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
         "lists": f"input_ids in the batch is a list, {tensors}",
         "flag": f"use_cache in the batch is a bool, {tensors}",
         "embeddings": "inputs_embeds is in the batch: only the first stage could use them; pass input_ids",
-        "shifted": "shift_labels is in the batch: the ranks of a pipeline shift labels themselves; pass labels as the "
-        "model takes them",
+        "shifted": "shift_labels is in the batch: a pipeline takes only labels; pass those that the model itself takes",
         "list": f"the batch is a list; {mapping}",
         "tensor": f"the batch is a Tensor; {mapping}",
         "None": f"the batch is a NoneType; {mapping}",

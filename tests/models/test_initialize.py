@@ -1,6 +1,7 @@
 """Random initialization in one process has transformers' distributions; some models are refused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -194,8 +195,26 @@ class EmptyBuffer(LlamaForCausalLM):
         self.register_buffer("table", torch.full((3,), torch.nan), persistent=False)
 
 
+class ZeroesPadding(LlamaForCausalLM):
+    """Its rule zeroes the row of the padding, also if the parameter has values already."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.lm_head.padding_idx = 3
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if getattr(module, "padding_idx", None) == 3:
+            init.zeros_(module.weight[3])
+
+
+def shipped(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a class like those in transformers: the rules run for modules with values as well."""
+    return type(kind.__name__, (kind,), {"is_custom_code": classmethod(lambda cls: False)})
+
+
 DRAWING = (Xavier, Orthogonal, Forgotten, PartByPart, DrawsByItself)
-TOUCHING = (PartByPart, DrawsByItself, Computes)
+TOUCHING = tuple(map(shipped, (ZeroesPadding, DrawsByItself, Computes)))
 
 
 def drawn_in_shards() -> list[list[str]]:
@@ -214,12 +233,13 @@ def test_every_draw_gives_the_same_values_in_shards() -> None:
     assert run_on_ranks(2, drawn_in_shards) == [[[]] * len(DRAWING)] * 2
 
 
-def restored_in_shards() -> list[bool]:
+def restored(*, in_shards: bool) -> list[bool]:
     """Return whether each class has the stock buffers, and its parameters as they were."""
     same = []
     for kind in TOUCHING:
         model = on_meta(kind)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if in_shards:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         materialize(model, CPU, tied={})
         with torch.no_grad():
             for parameter in model.parameters():
@@ -232,7 +252,8 @@ def restored_in_shards() -> list[bool]:
 
 
 def test_rules_that_use_parameters_restore_buffers_alone() -> None:
-    assert run_on_ranks(2, restored_in_shards) == [[True] * 2 * len(TOUCHING)] * 2
+    assert restored(in_shards=False) == [True] * 2 * len(TOUCHING)
+    assert run_on_ranks(2, partial(restored, in_shards=True)) == [[True] * 2 * len(TOUCHING)] * 2
 
 
 def test_draws_have_the_distribution_of_their_rules() -> None:
