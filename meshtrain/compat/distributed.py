@@ -1,12 +1,15 @@
 """torch.distributed: process groups and their backends, the flight recorder, pipelines and DDP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,9 +88,73 @@ class StaticStage(PipelineStage):
 
     Why: for every new shape torch cleans up after the inference of shapes. Under FSDP2 that removes
     the gradients of all parameters, including those of earlier batches. Nothing was inferred here,
-    so there is nothing to clean up.
-    Holds: torch 2.11 to 2.13.
+    so there is nothing to clean up. The stages also vote whether to infer, and a simulated process
+    cannot read the result. And torch allocates the memory for the messages of all microbatches at
+    once; here it is allocated when a message is awaited, and freed after its use.
+    Holds: torch 2.11 to 2.13; the vote is new in 2.13.
     """
+
+    _MODES: Any = getattr(pipelining_utils, "InferenceMode", None)
+
+    @property
+    def _inference_mode(self) -> Any:
+        return self._MODES.STATIC if self._MODES else None
+
+    @_inference_mode.setter
+    def _inference_mode(self, mode: Any) -> None:
+        pass
 
     def _post_metadata_inference_cleanup(self) -> None:
         pass
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._buffers_on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._buffers_on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _buffers_on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        # A gradient that is missing is filled with zeros.
+        self._allocate(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._release(self.args_recv_info[fwd_chunk_id])
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        self._release(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if loss is not None:
+            # The schedule keeps all losses, and through their graphs what the stage has received.
+            loss.detach_()
+        return result
+
+    def _allocate(self, received: Iterable[Any]) -> None:
+        for it in received:
+            if it.buffer is not None and it.buffer.is_meta:
+                it.buffer = torch.empty_like(it.buffer, device=self.device)
+
+    def _release(self, received: Iterable[Any]) -> None:
+        for it in received:
+            if it.buffer is not None:
+                it.buffer = torch.empty_like(it.buffer, device="meta", requires_grad=False)

@@ -21,7 +21,9 @@ tokens: a check of token ids.
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +60,8 @@ from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import Tie, TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
 
+_REAL: AbstractContextManager[Any] = nullcontext()
+
 
 def build_pipeline(
     model: PreTrainedModel,
@@ -69,6 +73,7 @@ def build_pipeline(
     device: torch.device,
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
+    allocation: AbstractContextManager[Any] = _REAL,
 ) -> Pipeline:
     """Build a pipeline from a stock model, with memory for its parameters but without values.
 
@@ -83,6 +88,8 @@ def build_pipeline(
             includes the auxiliary loss of the routers. Only without a pipeline.
         adapters: LoRA layers that `take_off_adapters` removed from the model. Without a pipeline
             the same layers are put back on it; with one, each stage gets copies.
+        allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
+            tensors, which allocate none.
 
     Returns:
         The stages of this process. Call `initialize` or `load_shards` next.
@@ -107,9 +114,13 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss)
-        materialize(
-            stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.names_of_one_parameter()
-        )
+        with allocation:
+            materialize(
+                stage.model,
+                device,
+                parameter_device=parameter_device(plan, device),
+                tied=stage.names_of_one_parameter(),
+            )
         streams.watch(stage.model, stage.index)
     return Pipeline(
         stages=tuple(stages),

@@ -33,7 +33,7 @@ from meshtrain.parallel.tensor.collectives import shard_width
 from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.activity import Activity
-from meshtrain.runtime.mesh import axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 NOTHING_TRAINS = Problem("every parameter is frozen, so there is nothing to train", "set requires_grad_(True) on some")
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -166,6 +166,18 @@ class Pipeline:
                     owned[fqn] = parameter
         return owned
 
+    def prepare(self, labels: Tensor) -> None:
+        """Build what the first step with a shape of batches builds. Collective over the pipeline.
+
+        Args:
+            labels: of a batch (local_batch, seq).
+
+        Raises:
+            ModelError: if every parameter is frozen.
+        """
+        if self.num_stages > 1:
+            _schedule_for(self, labels)
+
     def forward_backward(
         self, batch: Mapping[str, Tensor], loss_function: LossFunction, *, loss_scale: float = 1.0
     ) -> Tensor:
@@ -285,9 +297,8 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
 def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> TorchSchedule:
     # A stage assumes that its input needs a gradient, even if no earlier stage trains. So one stage
     # alone cannot detect that nothing trains.
-    trains = [False] * axis_size(pipeline.mesh, PP)
-    dist.all_gather_object(trains, any(True for _ in pipeline.trainable_parameters()), group=pipeline.peers)
-    if not any(trains):
+    idle = torch.tensor(float(not any(True for _ in pipeline.trainable_parameters())), device=labels.device)
+    if all_reduce_over(idle, pipeline.mesh, [PP], dist.ReduceOp.MIN).item():
         raise ModelError(NOTHING_TRAINS)
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
     stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
