@@ -11,7 +11,7 @@ import typer
 from meshtrain import console
 from meshtrain.cli.app import Overrides, RunFile, app
 from meshtrain.errors import ConfigError
-from meshtrain.runtime.exit_codes import NOT_PROVEN, RESTART
+from meshtrain.runtime.exit_codes import DOES_NOT_FIT, NOT_PROVEN, RESTART
 
 WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
 OptionalWorldSize = Annotated[
@@ -176,11 +176,28 @@ def plan(
     overrides: Overrides = None,
     as_toml: Annotated[bool, typer.Option("--toml", help="Show it as a plan file.")] = False,
     world_size: OptionalWorldSize = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Show what each process needs on this GPU: a name, a machine file, or `cpu`."
+        ),
+    ] = None,
 ) -> None:
-    """Show the resolved plan of a run."""
+    """Show the resolved plan of a run. With --gpu: memory, messages and work of each process.
+
+    For --gpu, the step is computed on tensors without values. Exit code 1: it does not fit.
+    """
+    if as_toml and gpu is not None:
+        raise ConfigError("--toml shows the plan as a file, and --gpu what it needs", "leave one of them out")
     from meshtrain.config.toml import dump_toml, load_run
 
     config = load_run(run, overrides or ())
+    if gpu is not None:
+        from meshtrain.planning.command import show_needs
+
+        if not show_needs(config, world_size, gpu):
+            raise typer.Exit(DOES_NOT_FIT)
+        return
     from meshtrain.training.report import show_plan
     from meshtrain.training.resolve import resolve_run
 
@@ -194,11 +211,11 @@ def plan(
 @app.command()
 def schema(
     kind: Annotated[
-        Literal["run", "plan", "corpus"],
-        typer.Argument(metavar="run|plan|corpus", help="The kind of file.", show_default=False),
+        Literal["run", "plan", "corpus", "machine"],
+        typer.Argument(metavar="run|plan|corpus|machine", help="The kind of file.", show_default=False),
     ],
 ) -> None:
-    """Show a JSON schema. With it, editors complete run, plan and corpus files."""
+    """Show a JSON schema. With it, editors complete run, plan, corpus and machine files."""
     from meshtrain.config.schema import described_schema
 
     console.line(json.dumps(described_schema(kind), indent=2))

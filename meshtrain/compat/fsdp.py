@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -97,3 +97,17 @@ def forget_gathered_gradients(module: FSDPModule) -> None:
         held.unsharded_accumulated_grad = None
         if _has_been_gathered(held):
             held.unsharded_param.grad = None
+
+
+def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
+    """Return the gradients that FSDP2 keeps for gathered parameters until it reduces them.
+
+    Why: they are not in the `grad` of any parameter that a program sees.
+    Holds: torch 2.11 to 2.13.
+    """
+    found = []
+    for held in _held(module):
+        found.append(held.unsharded_accumulated_grad)
+        if _has_been_gathered(held):
+            found.append(held.unsharded_param.grad)
+    return [gradient for gradient in found if gradient is not None]

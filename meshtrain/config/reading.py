@@ -1,4 +1,4 @@
-"""Reading of run, plan and corpus files, and of the files that they extend."""
+"""Reading of run, plan, corpus and machine files, and of the files that they extend."""
 
 import json
 import os
@@ -81,6 +81,11 @@ class Reader:
                 table = self._follow(extends, ("extends",), absolute_path, self.read_corpus)
             merge_tables(table, own)
         return table
+
+    def read_machine(self, path: Path) -> Table:
+        """Read the description of a machine, which extends nothing."""
+        with self._opened(path, ()) as own:
+            return own
 
     def read_plan(self, path: Path, inside: Key = ()) -> Table:
         """Read a plan file on top of the plan that it extends.

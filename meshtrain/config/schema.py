@@ -1,4 +1,4 @@
-"""The JSON schemas of run, plan and corpus files, for editors and for error messages."""
+"""The JSON schemas of run, plan, corpus and machine files, for editors and for error messages."""
 
 import copy
 import math
@@ -7,19 +7,21 @@ from functools import cache
 from typing import Any, Literal
 
 from meshtrain.config.corpus import CorpusConfig
+from meshtrain.config.machine import MachineConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.settings import Settings, field_docstrings
 from meshtrain.config.tables import Key
 
 Schema = dict[str, Any]
+Kind = Literal["run", "plan", "corpus", "machine"]
 FAR = 10**6
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NAMES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false"}
 
 
 @cache
-def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
+def json_schema(kind: Kind) -> Schema:
     """Return the JSON schema (draft 2020-12) of a file as it is written.
 
     It has `extends`, and `plan` as a name. It has no descriptions of keys: every start of a run
@@ -36,6 +38,8 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
         corpus = CorpusConfig.model_json_schema()
         corpus["properties"]["extends"] = _extends("The corpus file to start from")
         return {"$schema": DIALECT, **_required_or_extends(corpus)}
+    if kind == "machine":
+        return {"$schema": DIALECT, **MachineConfig.model_json_schema()}
     run = RunConfig.model_json_schema()
     run["properties"]["extends"] = _extends("The run file to start from")
     plan = run["$defs"]["ParallelPlan"]
@@ -45,11 +49,11 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     return {"$schema": DIALECT, **_required_or_extends(run)}
 
 
-def described_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
+def described_schema(kind: Kind) -> Schema:
     """Return the JSON schema of a file with descriptions: the docstrings under the fields."""
     schema = copy.deepcopy(json_schema(kind))
     kinds = {settings_type.__name__: settings_type for settings_type in _derived_from(Settings)}
-    for table in (schema, *schema["$defs"].values()):
+    for table in (schema, *schema.get("$defs", {}).values()):
         for name, docstring in field_docstrings(kinds[table["title"]]).items():
             table["properties"][name].setdefault("description", docstring)
     return schema

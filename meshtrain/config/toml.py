@@ -1,24 +1,25 @@
-"""Reading runs, plans and corpora from TOML, and writing them."""
+"""Reading runs, plans, corpora and machines from TOML, and writing them."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 
 from meshtrain.config.arguments import check_strings, described, path_text
 from meshtrain.config.corpus import CorpusConfig
+from meshtrain.config.machine import MachineConfig
 from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.problems import Explainer, place, problem, shortened
 from meshtrain.config.reading import Reader, absolute_path, names_plan, plan_path, shown_path
 from meshtrain.config.run import RunConfig
-from meshtrain.config.schema import json_schema
+from meshtrain.config.schema import Kind, json_schema
 from meshtrain.config.settings import Settings
 from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge_tables, plain
 from meshtrain.errors import ConfigError, Problem
@@ -130,9 +131,23 @@ def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig
     return _overridden(CorpusConfig, "corpus", table, file, overrides, reader.problems)
 
 
+def load_machine(path: str | Path) -> MachineConfig:
+    """Read the description of a machine.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    file, reader = absolute_path(str(path), Path.cwd()), Reader()
+    table = reader.read_root(str(path), file, reader.read_machine)
+    return _overridden(MachineConfig, "machine", table, file, (), reader.problems)
+
+
 def _overridden(
     settings_type: type[W],
-    kind: Literal["plan", "corpus"],
+    kind: Kind,
     table: Table,
     file: Path,
     overrides: Sequence[str],
@@ -143,9 +158,7 @@ def _overridden(
     return _checked(settings_type, kind, table, file, problems)
 
 
-def _checked(
-    settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[Problem]
-) -> W:
+def _checked(settings_type: type[W], kind: Kind, table: Table, file: Path, problems: list[Problem]) -> W:
     explainer = Explainer(
         table, json_schema(kind), asked=SettingSource(shown_path(file), file.parent), is_whole=not problems
     )

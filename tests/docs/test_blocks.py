@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 import meshtrain
 from meshtrain.cli import app
 from meshtrain.config.settings import Settings
-from meshtrain.config.toml import load_corpus, load_plan, load_run
+from meshtrain.config.toml import load_corpus, load_machine, load_plan, load_run
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands, output_lines
 from tests.docs.messages import fits_a_message, is_message, templates
 
@@ -60,8 +60,13 @@ def test_python_compiles_and_calls_existing_names(block: Block) -> None:
 @pytest.mark.parametrize("block", blocks("toml"), ids=shown)
 def test_toml_loads(block: Block, tmp_path: Path) -> None:
     kind = block.kind.removeprefix("part of ")
-    load: dict[str, Any] = {"run": load_run, "plan": load_plan, "corpus": load_corpus}
-    assert kind in load, f'{block.location}: write <!-- toml: run --> above it, or plan, corpus, "part of run"'
+    load: dict[str, Any] = {
+        "run": load_run,
+        "plan": load_plan,
+        "corpus": load_corpus,
+        "machine": load_machine,
+    }
+    assert kind in load, f'{block.location}: write <!-- toml: run --> above it, or another kind, or "part of run"'
     text = block.text
     if block.kind.startswith("part of "):
         own = tomllib.loads(text)

@@ -1,0 +1,242 @@
+"""Fake tensors, a fake process group, and what an observer of operators must know about them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch raises for an operator that does not run on fake tensors; `func` is the operator.
+
+Why: torch has these classes in a private module.
+Holds: torch 2.11 to 2.13.
+"""
+
+MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of the operators that send messages.
+
+Why: those of the functional collectives are private.
+Holds: torch 2.11 to 2.13.
+"""
+
+WAITS = ("wait_tensor", "barrier", "monitored_barrier_")
+"""The operators of `MESSAGES` that move no data.
+
+Why: torch has no list of them.
+Holds: torch 2.11 to 2.13.
+"""
+
+BUFFERED = ("_allgather_base_", "_reduce_scatter_base_", "recv_")
+"""The operators whose arguments FSDP2 and torch's schedules allocate for messages alone.
+
+Why: the names under the public collectives are private.
+Holds: torch 2.11 to 2.13.
+"""
+
+COPIED_BY_GLOO = ("_allgather_base_", "_reduce_scatter_base_", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""The operators for which gloo allocates a copy of the larger side while it works.
+
+Why: as for `BUFFERED`.
+Holds: torch 2.11 to 2.13.
+"""
+
+_PROPAGATIONS = ("_propagate_tensor_meta", "_propagate_tensor_meta_cached", "_propagate_tensor_meta_non_cached")
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a mode in which new tensors have a shape and a device, but no memory.
+
+    Why: torch documents the mode, but keeps it in a private module.
+    Holds: torch 2.11 to 2.13.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be one process of many while the block runs. Collectives return at once, without values.
+
+    Why: torch ships this backend for its own tests, in a private module.
+    Holds: torch 2.11 to 2.13.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def propagation_marked(inside: Callable[[int], None]) -> Iterator[None]:
+    """Call `inside` with 1 when DTensor begins to infer a layout, and with -1 when it ends.
+
+    Why: DTensor runs each new operator once with the shapes of the full tensors. These runs
+    allocate and compute nothing, and torch does not mark them.
+    Holds: torch 2.11 to 2.13.
+    """
+    names = [name for name in _PROPAGATIONS if hasattr(ShardingPropagator, name)]
+    originals = {name: ShardingPropagator.__dict__[name] for name in names}
+
+    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            inside(1)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inside(-1)
+
+        return propagate
+
+    for name, original in originals.items():
+        setattr(ShardingPropagator, name, marked(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(ShardingPropagator, name, original)
+
+
+@contextmanager
+def resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `seen` after each change of the size of a storage.
+
+    Why: FSDP2 frees gathered parameters by setting the size of their storage to 0. This is no
+    operator of torch, so no mode sees it.
+    Holds: torch 2.11 to 2.13.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def votes_skipped() -> Iterator[None]:
+    """Let the stages of a pipeline skip their vote on how shapes become known.
+
+    Why: torch votes once, in the first step with a schedule, and no other step does. `StaticStage`
+    ignores the result.
+    Holds: torch 2.11 to 2.13; the vote is new in 2.13.
+    """
+
+    def skip(stage: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ones(())
+
+    names = [name for name in ("_warmup_forward_vote", "_warmup_backward_result") if hasattr(PipelineStage, name)]
+    originals = {name: getattr(PipelineStage, name) for name in names}
+    for name in names:
+        setattr(PipelineStage, name, skip)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(PipelineStage, name, original)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it exists.
+
+    Why: the address of fake memory is always 0.
+    Holds: torch 2.11 to 2.13.
+    """
+    return storage._cdata
+
+
+def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on fake tensors.
+
+    Why: the products of stacked matrices work in every number format on the CPU, but their fake
+    version refuses all but bfloat16.
+    Holds: torch 2.11 to 2.13.
+    """
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    first, second, *rest = args
+    return func(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
+
+
+def name_of(func: Any) -> tuple[str, str]:
+    """Return the namespace and the name of an operator, without its overload.
+
+    Why: only its private schema has them apart.
+    Holds: torch 2.11 to 2.13.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace, name
+
+
+def shown_name(name: str) -> str:
+    """Return the name of an operator that sends messages as people know it, such as "allgather".
+
+    Why: the names under the public collectives are private.
+    Holds: torch 2.11 to 2.13.
+    """
+    return name.strip("_").removesuffix("_base")
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of an operator: those of matrix products and attention.
+
+    Why: torch's counter sees DTensors at their global shape, and does not know attention on the
+    CPU.
+    Holds: torch 2.11 to 2.13.
+    """
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    name = func._schema.name
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    return 0
+
+
+def group_name_of(argument: Any) -> str | None:
+    """Return the name of the process group that an argument of a collective denotes, or None.
+
+    Why: functional collectives take a name, the others a boxed group.
+    Holds: torch 2.11 to 2.13.
+    """
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return str(dist.ProcessGroup.unbox(argument).group_name)
+        except RuntimeError:
+            # It is something else in a box, such as the operation of a reduction.
+            return None
+    return None
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples, as operators take and return them.
+
+    Why: `tensors_in` of `meshtrain.compat.autograd` knows all nests, but takes several times as
+    long, and a simulation calls this for every operator.
+    Holds: torch 2.11 to 2.13.
+    """
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in tensors_of(value)]
+    return []

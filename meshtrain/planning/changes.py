@@ -1,0 +1,41 @@
+"""Changes of a plan that need less memory."""
+
+from collections.abc import Iterator
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.schedules import SCHEDULES
+
+
+def smaller(config: RunConfig, plan: ParallelPlan) -> Iterator[tuple[str, RunConfig]]:
+    """Yield changed runs that need less memory, with the change in words; small changes first.
+
+    Args:
+        config: of the run.
+        plan: its plan, resolved.
+    """
+    if plan.recompute.mode == "none":
+        yield _changed(config, "recompute", mode="selective")
+    if plan.recompute.mode != "full":
+        yield _changed(config, "recompute", mode="full")
+    is_gathered = plan.mesh.is_sharded and plan.shard.reshard_after_forward == "never"
+    if is_gathered and not SCHEDULES[plan.pipeline.schedule].splits_backward:
+        yield _changed(config, "shard", reshard_after_forward="always")
+    if plan.mesh.tp > 1 and not plan.tensor.sequence_parallel:
+        yield _changed(config, "tensor", sequence_parallel=True)
+    if config.micro_batch_size % 2 == 0:
+        half = config.micro_batch_size // 2
+        yield f"micro_batch_size={half}", config.model_copy(update={"micro_batch_size": half})
+    if plan.shard.offload == "none":
+        yield _changed(config, "shard", offload="cpu")
+        full = _changed(config, "recompute", mode="full")[1]
+        words, both = _changed(full, "shard", offload="cpu")
+        if plan.recompute.mode != "full":
+            yield f"plan.recompute.mode=full {words}", both
+
+
+def _changed(config: RunConfig, table: str, **values: object) -> tuple[str, RunConfig]:
+    settings = getattr(config.plan, table).model_copy(update=values)
+    plan = config.plan.model_copy(update={table: settings})
+    words = " ".join(f"plan.{table}.{key}={str(value).lower()}" for key, value in values.items())
+    return words, config.model_copy(update={"plan": plan})

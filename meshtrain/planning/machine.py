@@ -1,0 +1,77 @@
+"""The accelerator that a plan is sized for: a shipped one, one of a file, or this machine's CPU."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.config.machine import MachineConfig
+from meshtrain.config.problems import did_you_mean
+from meshtrain.config.toml import load_machine
+from meshtrain.errors import ConfigError
+
+CPU = "cpu"
+GIB = 2**30
+# Sizes that the allocators of torch round up to, in bytes.
+CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memory of one process.
+
+    Attributes:
+        name: as it was asked for.
+        config: its description.
+        granularity: of the allocator in bytes.
+        is_cpu: whether gloo sends the messages, which needs memory of its own.
+    """
+
+    name: str
+    config: MachineConfig
+    granularity: int
+    is_cpu: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of one process, without what is in use besides tensors."""
+        return int((self.config.memory_gib - self.config.reserved_gib) * GIB)
+
+    def with_fragmentation(self, peak_bytes: int) -> int:
+        """Return what the allocator holds at a peak."""
+        return int(peak_bytes * (1 + self.config.fragmentation))
+
+
+def find_machine(name: str, world_size: int) -> Machine:
+    """Return the machine of a name.
+
+    Args:
+        name: of a shipped description, a path to a .toml file, or `cpu`.
+        world_size: number of processes, which share the memory of a CPU.
+
+    Raises:
+        ConfigError: if there is none, or its file is wrong.
+    """
+    if name == CPU:
+        return _this_cpu(world_size)
+    if name.endswith(".toml"):
+        return Machine(name, load_machine(name), CUDA_GRANULARITY, is_cpu=False)
+    shipped = shipped_machines()
+    if name not in shipped:
+        options = [*shipped, CPU]
+        raise ConfigError(
+            f"--gpu {name}: there is no such description", did_you_mean(name, options, "take a .toml file, or one of")
+        )
+    return Machine(name, load_machine(shipped[name]), CUDA_GRANULARITY, is_cpu=False)
+
+
+def shipped_machines() -> dict[str, Path]:
+    """Return name -> file of each description that comes with meshtrain."""
+    return {file.stem: file for file in sorted((Path(__file__).parent / "machines").glob("*.toml"))}
+
+
+def _this_cpu(world_size: int) -> Machine:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    config = MachineConfig(
+        memory_gib=total / world_size, reserved_gib=0.0, fragmentation=0.0, source="this machine", measured=True
+    )
+    return Machine(CPU, config, CPU_GRANULARITY, is_cpu=True)

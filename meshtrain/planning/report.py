@@ -1,0 +1,103 @@
+"""The tables of what each process needs."""
+
+from collections.abc import Sequence
+
+from meshtrain import console
+from meshtrain.planning.machine import GIB, Machine
+from meshtrain.planning.memory import MemoryUse
+from meshtrain.planning.simulation.pipeline import Simulation
+from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.totals import Totals
+
+# Column -> the roles that it sums.
+COLUMNS: dict[str, tuple[Role, ...]] = {
+    "parameters": (Role.PARAMETERS, Role.BUFFERS),
+    "gathered": (Role.GATHERED,),
+    "gradients": (Role.GRADIENTS,),
+    "unreduced": (Role.UNREDUCED,),
+    "optimizer": (Role.OPTIMIZER,),
+    "activations": (Role.ACTIVATIONS,),
+    "loss": (Role.LOSS,),
+    "messages": (Role.MESSAGES, Role.BATCH),
+    "temporary": (Role.TEMPORARY,),
+}
+
+
+def show_memory(uses: Sequence[MemoryUse], simulation: Simulation, width: int) -> None:
+    """Print the memory of the first process of each pp rank, at its peak.
+
+    Args:
+        uses: of each pp rank.
+        simulation: of the same ranks.
+        width: number of processes of a pp rank.
+    """
+    columns = [name for name, roles in COLUMNS.items() if any(use.at_peak.get(role) for use in uses for role in roles)]
+    rows = [
+        (
+            _range(rank * width, width),
+            gib(use.peak_bytes),
+            *(gib(sum(use.at_peak.get(role, 0) for role in COLUMNS[name])) for name in columns),
+            use.moment.described(simulation.first_layers),
+        )
+        for rank, use in enumerate(uses)
+    ]
+    console.table("Memory of a process at its peak, in GiB", ["ranks", "peak", *columns, "when"], rows)
+
+
+def show_totals(totals: Sequence[Totals], width: int) -> None:
+    """Print the messages and the work of the first process of each pp rank."""
+    rows = [
+        (_range(rank * width, width), axis, name, f"{number:,}", gib(size))
+        for rank, total in enumerate(totals)
+        for (axis, name), (number, size) in total.messages.items()
+        if rank in _distinct(totals)
+    ]
+    if rows:
+        console.table("Messages of a process in a step", ["ranks", "axis", "operator", "number", "GiB"], rows)
+    flops = [
+        (_range(rank * width, width), f"{total.flops / 1e12:,.3f}")
+        for rank, total in enumerate(totals)
+        if rank in _distinct(totals)
+    ]
+    console.table("Work of a process in a step", ["ranks", "TFLOP"], flops)
+
+
+def verdict(uses: Sequence[MemoryUse], machine: Machine, width: int) -> tuple[bool, str]:
+    """Return whether every process fits, and a line that says so."""
+    rank = max(range(len(uses)), key=lambda index: uses[index].peak_bytes)
+    use, limit = uses[rank], machine.memory_bytes
+    held = machine.with_fragmentation(use.peak_bytes)
+    who = f"rank {rank} needs" if width == 1 else f"ranks {_range(rank * width, width)} need"
+    besides = _besides(machine)
+    if held <= limit:
+        return True, f"It fits {machine.name}: {who} most, and {gib(limit - held)} GiB are left.{besides}"
+    role, size = max(use.at_peak.items(), key=lambda item: item[1])
+    return False, (
+        f"It does not fit {machine.name}: {who} {gib(held - limit)} GiB more. The largest part is {role}, "
+        f"{gib(size)} GiB.{besides}"
+    )
+
+
+def _besides(machine: Machine) -> str:
+    config = machine.config
+    if not (config.reserved_gib or config.fragmentation):
+        return ""
+    known = "Besides tensors" if config.measured else "Assumed, not measured"
+    return (
+        f" {known}: {config.reserved_gib:g} GiB for CUDA and NCCL, and {config.fragmentation:.0%} of the peak that "
+        "torch's allocator holds in pieces."
+    )
+
+
+def _distinct(totals: Sequence[Totals]) -> list[int]:
+    """Return the pp ranks whose totals differ from those of the rank before."""
+    return [rank for rank, total in enumerate(totals) if rank == 0 or total != totals[rank - 1]]
+
+
+def _range(first: int, width: int) -> str:
+    return str(first) if width == 1 else f"{first}-{first + width - 1}"
+
+
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{num_bytes / GIB:,.2f}" if num_bytes >= 0.1 * GIB else f"{num_bytes / GIB:.4f}"

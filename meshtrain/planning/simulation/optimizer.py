@@ -1,0 +1,59 @@
+"""AdamW over fake tensors."""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshtrain.config.run import OptimizerConfig
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.optim import build_optimizer
+
+
+class FakeAdamW(Optimizer):
+    """The optimizer of a run for parameters without memory.
+
+    A LocalParameter is a tensor of a class of its own, and so is a fake tensor, so that the two
+    cannot be combined. This optimizer has a plain parameter for each local part instead, and is
+    given the gradient before each step.
+
+    Args:
+        parameters: of the model.
+        config: of the optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
+        self._full = list(parameters)
+        self._local = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._full]
+        self._adamw = build_optimizer(cast(Pipeline, self), config)
+        self.param_groups = self._adamw.param_groups
+        self.state = self._adamw.state
+
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the local parts, as a pipeline yields its parameters."""
+        return ((str(index), parameter) for index, parameter in enumerate(self._local))
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state."""
+        return [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+    def make_states(self) -> None:
+        """Take a step with zero gradients, so that the state exists."""
+        for local in self._local:
+            local.grad = local.new_zeros(local.shape)
+        self._adamw.step()
+        self._adamw.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients."""
+        for full in self._full:
+            full.grad = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters for which the model has a gradient."""
+        for full, local in zip(self._full, self._local, strict=True):
+            local.grad = None if full.grad is None else local_tensor(full.grad)
+        self._adamw.step()
+        self._adamw.zero_grad()

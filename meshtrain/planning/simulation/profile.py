@@ -1,0 +1,187 @@
+"""What one process does in a step, with any number of microbatches."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshtrain.compat.schedules import Pass
+from meshtrain.planning.simulation.recorder import HEAD, Change, Place, Recorder, Role, Work
+
+ROLES = tuple(Role)
+# Phases in which a microbatch goes forward.
+FORWARD = ("forward", "after forward")
+# The messages between stages. A schedule sends them while it computes any other microbatch.
+BETWEEN_STAGES = ("send", "recv_")
+
+
+@dataclass(frozen=True)
+class ActionProfile:
+    """The memory and the work of one action.
+
+    Attributes:
+        phase: as in `Activity`.
+        stage: index of the pipeline stage, if one computes.
+        microbatch: counted from 0, if one is computed.
+        changes: (events,) int64: bytes that begin or end.
+        roles: (events,) index into `ROLES` of each change.
+        places: (events,) where each change began, as in `Change`.
+        work: how often each kind of operator ran, without messages between stages.
+    """
+
+    phase: str
+    stage: int | None
+    microbatch: int | None
+    changes: np.ndarray
+    roles: np.ndarray
+    places: tuple[Place, ...]
+    work: Counter[Work]
+
+    def with_change(self, num_bytes: int, role: Role) -> "ActionProfile":
+        """Return the action with one more change at its end."""
+        return replace(
+            self,
+            changes=np.append(self.changes, num_bytes),
+            roles=np.append(self.roles, ROLES.index(role)),
+            places=(*self.places, None),
+        )
+
+    def by_role(self, end: int | None = None) -> np.ndarray:
+        """Return (roles,) int64: the growth of each role up to an event; by default to the end."""
+        totals = np.zeros(len(ROLES), dtype=np.int64)
+        np.add.at(totals, self.roles[:end], self.changes[:end])
+        return totals
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What one process does in a step.
+
+    Attributes:
+        actions: in their order. The first one is what exists before the step.
+        num_microbatches: of the step.
+        gloo_bytes: the largest copy that gloo makes of a message.
+        between_stages: the messages between stages, in the whole step.
+    """
+
+    actions: tuple[ActionProfile, ...]
+    num_microbatches: int
+    gloo_bytes: int
+    between_stages: Counter[Work]
+
+    def work(self) -> Counter[Work]:
+        """Return how often each kind of operator runs in the step."""
+        return sum((action.work for action in self.actions), Counter(self.between_stages))
+
+    def with_passes(self, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> "RankProfile":
+        """Return the step of a process with like stages, and with another number of microbatches.
+
+        The first and the last microbatches do what they do here, and all others what the middle one
+        does: FSDP2 gathers parameters in the first and reduces gradients in the last, and messages
+        are awaited while another microbatch is computed.
+
+        Args:
+            number: of microbatches.
+            passes: of that process.
+            stages: its stage -> the stage of this process that is like it.
+        """
+        before, known, behind = self._parts()
+        actions = [self._scaled(action, number) for action in before]
+        last = {microbatch: index for index, (_, _, microbatch) in enumerate(passes)}
+        extra = self._left_by_middle(known) if number > self.num_microbatches else 0
+        for index, (phase, stage, microbatch) in enumerate(passes):
+            like = self._like(microbatch, number)
+            found = [replace(it, stage=stage, microbatch=microbatch) for it in known[Pass(phase, stages[stage], like)]]
+            is_middle = like == self.num_microbatches // 2
+            if extra and is_middle and last[microbatch] == index:
+                found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
+            actions += found
+        messages = {work: times * number // self.num_microbatches for work, times in self.between_stages.items()}
+        return RankProfile((*actions, *behind), number, self.gloo_bytes, Counter(messages))
+
+    def _left_by_middle(self, known: Mapping[Pass, Sequence[ActionProfile]]) -> int:
+        """Return the bytes of messages that the middle microbatch leaves.
+
+        The memory of a message is allocated when it is awaited, while another microbatch is
+        computed. Near the ends of a short step, that microbatch may be another one than in a long
+        step. In a long step each frees as much as it allocates.
+        """
+        middle, role = self.num_microbatches // 2, ROLES.index(Role.MESSAGES)
+        found = (action for at, actions in known.items() if at.microbatch == middle for action in actions)
+        return sum(int(action.by_role()[role]) for action in found)
+
+    def _like(self, microbatch: int, number: int) -> int:
+        """Return which of this profile's microbatches is like one of another number of them."""
+        middle = self.num_microbatches // 2
+        from_end = number - microbatch
+        if from_end < self.num_microbatches - middle:
+            return self.num_microbatches - from_end
+        return min(microbatch, middle)
+
+    def passes(self) -> list[Pass]:
+        """Return the passes of microbatches through the stages of the process, in order."""
+        return list(self._parts()[1])
+
+    def _parts(
+        self,
+    ) -> tuple[list[ActionProfile], dict[Pass, list[ActionProfile]], list[ActionProfile]]:
+        """Return what comes before the microbatches, the passes of microbatches, and the rest."""
+        before: list[ActionProfile] = []
+        behind: list[ActionProfile] = []
+        known: dict[Pass, list[ActionProfile]] = {}
+        for action in self.actions:
+            if action.stage is None or action.microbatch is None:
+                (behind if known else before).append(action)
+                continue
+            phase = action.phase.removeprefix("after ")
+            known.setdefault(Pass(phase, action.stage, action.microbatch), []).append(action)
+        return before, known, behind
+
+    def _scaled(self, action: ActionProfile, number: int) -> ActionProfile:
+        """Return an action before the microbatches, with the batch of all of them."""
+        scaled = action.changes * number // self.num_microbatches
+        return replace(action, changes=np.where(action.roles == ROLES.index(Role.BATCH), scaled, action.changes))
+
+
+def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:
+    """Return the profile of the step that a recorder has seen."""
+    ends = {
+        change.storage: index
+        for index, action in enumerate(recorder.actions)
+        for change in action.changes
+        if change.num_bytes < 0
+    }
+    between_stages: Counter[Work] = Counter()
+    actions = []
+    for action in recorder.actions:
+        messages = Counter({work: number for work, number in action.work.items() if work.name in BETWEEN_STAGES})
+        between_stages += messages
+        actions.append(
+            ActionProfile(
+                action.phase,
+                action.stage,
+                action.microbatch,
+                np.array([change.num_bytes for change in action.changes], dtype=np.int64),
+                np.array([_role_index(recorder, change, ends) for change in action.changes], dtype=np.int64),
+                tuple(change.place for change in action.changes),
+                action.work - messages,
+            )
+        )
+    return RankProfile(tuple(actions), num_microbatches, recorder.gloo_bytes, between_stages)
+
+
+def _role_index(recorder: Recorder, change: Change, ends: dict[int, int]) -> int:
+    """Return the index in `ROLES` of what a piece of memory is for.
+
+    Args:
+        ends: number of a storage -> index of the action in which it ended last.
+    """
+    role = recorder.roles.get(change.storage)
+    if role is None and change.place == HEAD:
+        role = Role.LOSS
+    if role is None:
+        outlives = ends.get(change.storage, change.action + 1) > change.action
+        is_forward = recorder.actions[change.action].phase in FORWARD
+        role = Role.ACTIVATIONS if is_forward and outlives else Role.TEMPORARY
+    return ROLES.index(role)

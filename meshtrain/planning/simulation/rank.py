@@ -1,0 +1,232 @@
+"""Simulate the step of one process of a run."""
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from meshtrain.compat.dtensor import local_part
+from meshtrain.compat.fake import (
+    NEEDS_VALUES,
+    fake_process_group,
+    fake_tensors,
+    propagation_marked,
+    resizes_seen,
+    tensors_of,
+    votes_skipped,
+)
+from meshtrain.compat.fsdp import gathered_parameters, unreduced_gradients
+from meshtrain.config.mesh import AXES, PP
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import OptimizerConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
+from meshtrain.parallel import build_pipeline
+from meshtrain.parallel.check import BatchShape
+from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import fsdp_modules
+from meshtrain.planning.simulation.optimizer import FakeAdamW
+from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
+from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
+from meshtrain.runtime.activity import Activity
+from meshtrain.runtime.mesh import init_mesh
+from meshtrain.training.loss import build_loss
+from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.step import StepContext, train_step
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """What the simulation of a run needs, in a form that can be sent to other processes.
+
+    Attributes:
+        hf_config: of the model.
+        attention: its implementation.
+        trust_remote_code: whether the code of the model may come from its folder.
+        plan: resolved.
+        batch: shape of the batches.
+        inputs: names of the inputs besides `input_ids` and `labels`.
+        optimizer: of the run.
+        granularity: of the allocator in bytes.
+    """
+
+    hf_config: PretrainedConfig
+    attention: str
+    trust_remote_code: bool
+    plan: ParallelPlan
+    batch: BatchShape
+    inputs: tuple[str, ...]
+    optimizer: OptimizerConfig
+    granularity: int = 1
+
+
+class _Watched(Activity):
+    """An activity that tells a recorder about each phase."""
+
+    def __init__(self, watch: "Watch") -> None:
+        super().__init__()
+        self._watch = watch
+
+    def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None) -> None:
+        super().enter(phase, stage, microbatch)
+        self._watch.enter(phase, stage, microbatch)
+
+
+class Watch:
+    """Tells a recorder what a pipeline computes, and what its memory is for.
+
+    Args:
+        recorder: to be told.
+        pipeline: whose layers are watched.
+    """
+
+    def __init__(self, recorder: Recorder, pipeline: Pipeline) -> None:
+        self.recorder, self._pipeline = recorder, pipeline
+        self.activity = _Watched(self)
+        recorder.hold((_local(p) for _, p in pipeline.named_parameters()), Role.PARAMETERS)
+        for stage in pipeline.stages:
+            recorder.hold(stage.model.buffers(), Role.BUFFERS)
+            self._watch_layers(stage)
+
+    def enter(self, phase: str, stage: int | None, microbatch: int | None) -> None:
+        """Begin an action."""
+        self.find_gradients()
+        self.recorder.enter(phase, stage, microbatch)
+        ends_model = stage is not None and stage == self._pipeline.num_stages - 1
+        # The loss follows the head, and its backward pass begins with it.
+        self.recorder.place = HEAD if ends_model and phase in ("after forward", "backward") else None
+
+    def find_gradients(self) -> None:
+        """Give gradients and gathered parameters their roles."""
+        recorder = self.recorder
+        gradients = [p.grad for _, p in self._pipeline.named_parameters() if p.grad is not None]
+        recorder.hold(map(_local, gradients), Role.GRADIENTS)
+        for stage in self._pipeline.stages:
+            for module in fsdp_modules(stage.model):
+                recorder.hold(map(_local, unreduced_gradients(module)), Role.UNREDUCED)
+                recorder.hold(map(_local, gathered_parameters(module)), Role.GATHERED)
+
+    def _watch_layers(self, stage: Stage) -> None:
+        layers = stage.own_layers()
+        for place, layer in enumerate(layers):
+            ends_model = stage.is_last and layer is layers[-1]
+            self._watch_layer(layer, place, HEAD if ends_model else None)
+
+    def _watch_layer(self, layer: nn.Module, place: int, behind: Place) -> None:
+        recorder = self.recorder
+
+        def begin(module: nn.Module, args: Any) -> None:
+            recorder.place = place
+
+        def begin_backward(gradient: Tensor) -> None:
+            recorder.place = place
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if recorder.actions[-1].phase != FORWARD[0]:
+                # The layer is computed again in the backward pass, which goes on in it.
+                return
+            recorder.place = behind
+            for tensor in tensors_of(output)[:1]:
+                if tensor.requires_grad:
+                    tensor.register_hook(begin_backward)
+
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # Without an operator: a view of freed memory would fill it again, if the memory is fake.
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def group_axes(pipeline: Pipeline) -> dict[str, str]:
+    """Return the axis of each process group of a pipeline, by the name of the group.
+
+    The groups of tied weights, which are not here, are along the pp axis as well.
+    """
+    mesh = pipeline.mesh
+    names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
+    if pipeline.peers is not None:
+        names[str(pipeline.peers.group_name)] = PP
+    return names
+
+
+def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
+    """Return what one process does in a step.
+
+    Args:
+        run: of which it is a part.
+        rank: its number.
+
+    Raises:
+        ModelError: for a class with an operator that needs values.
+    """
+    try:
+        return _simulate(run, rank)
+    except NEEDS_VALUES as error:
+        raise ModelError(
+            f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
+            "known before a run",
+            "leave out --gpu; `meshtrain check` still shows the bytes of parameters, gradients and optimizer state",
+        ) from error
+
+
+def _simulate(run: SimulatedRun, rank: int) -> RankProfile:
+    plan = run.plan
+    model = build_meta_model(
+        copy.deepcopy(run.hf_config),
+        dtype=DTYPES[plan.precision.parameters],
+        attention=run.attention,
+        trust_remote_code=run.trust_remote_code,
+    )
+    with fake_process_group(rank, plan.mesh.world_size), ExitStack() as stack:
+        fake = fake_tensors()
+        pipeline = build_pipeline(
+            model,
+            init_mesh(plan.mesh, "cpu"),
+            plan,
+            micro_batch_size=run.batch.micro_batch_size,
+            seed=0,
+            device=torch.device("cpu"),
+            allocation=fake,
+        )
+        stack.enter_context(fake)
+        optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)
+        optimizer.make_states()
+        recorder = Recorder(group_axes(pipeline), answers=True, granularity=run.granularity)
+        watch = Watch(recorder, pipeline)
+        recorder.hold(optimizer.states(), Role.OPTIMIZER)
+        pipeline = replace(pipeline, activity=watch.activity)
+        context = StepContext(
+            pipeline=pipeline,
+            loss=build_loss(pipeline),
+            optimizer=optimizer,
+            learning_rate=lambda step: run.optimizer.learning_rate,
+            max_gradient_norm=run.optimizer.max_gradient_norm,
+            loss_scale=build_loss_scale(plan.precision),
+        )
+        batch = _batch(run)
+        recorder.hold(batch.values(), Role.BATCH)
+        pipeline.prepare(batch["labels"])
+        stack.enter_context(votes_skipped())
+        stack.enter_context(propagation_marked(recorder.hide))
+        stack.enter_context(resizes_seen(recorder.resized))
+        stack.enter_context(recorder)
+        train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
+        watch.find_gradients()
+    return profile_of(recorder, num_microbatches(plan, run.batch))
+
+
+def _batch(run: SimulatedRun) -> dict[str, Tensor]:
+    rows = num_microbatches(run.plan, run.batch) * run.batch.micro_batch_size
+    names = ("input_ids", "labels", *run.inputs)
+    return {name: torch.ones(rows, run.batch.sequence_length, dtype=torch.long) for name in names}

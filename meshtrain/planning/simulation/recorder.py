@@ -1,0 +1,243 @@
+"""Record what one process does in a step: its memory, its operators and its messages."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.fake import (
+    BUFFERED,
+    COPIED_BY_GLOO,
+    MESSAGES,
+    WAITS,
+    flops_of,
+    group_name_of,
+    name_of,
+    run_fake,
+    storage_key,
+    tensors_of,
+)
+from meshtrain.compat.operators import ITEMS
+
+START = "start"
+HEAD: Literal["head"] = "head"
+Place = int | Literal["head"] | None
+
+
+class Role(StrEnum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    UNREDUCED = "gradients before their reduction"
+    GATHERED = "gathered parameters"
+    MESSAGES = "messages"
+    BATCH = "batch"
+    LOSS = "logits and loss"
+    ACTIVATIONS = "activations"
+    TEMPORARY = "temporary"
+
+
+class Work(NamedTuple):
+    """One kind of operator: how often it ran is counted beside it.
+
+    Attributes:
+        name: of the operator.
+        dtype: of its first tensor.
+        flops: of one call.
+        num_bytes: that one call reads and writes.
+        axis: of the mesh, for a message; otherwise None.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    flops: int
+    num_bytes: int
+    axis: str | None
+
+
+class Change(NamedTuple):
+    """A piece of memory that begins or ends.
+
+    Attributes:
+        num_bytes: positive if it begins, negative if it ends.
+        storage: number of the storage.
+        place: the layer in which it began, counted from the first of the stage; "head" after the
+            last one of the model; None elsewhere, or where it is not known.
+        action: index of the action in which it began.
+    """
+
+    num_bytes: int
+    storage: int
+    place: Place
+    action: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """A section of a step, such as the forward pass of a stage for a microbatch.
+
+    Attributes:
+        phase: as in `Activity`: forward, backward, optimizer and so on.
+        stage: index of the pipeline stage, if one computes.
+        microbatch: counted from 0, if one is computed.
+        changes: of memory, in their order.
+        work: how often each kind of operator ran.
+    """
+
+    phase: str
+    stage: int | None
+    microbatch: int | None
+    changes: list[Change] = field(default_factory=list)
+    work: Counter[Work] = field(default_factory=Counter)
+
+
+class Recorder(OperatorMode):
+    """Records every allocation, operator and message while it is active.
+
+    Attributes:
+        actions: what was done, in order. The first one holds what existed before.
+        roles: number of a storage -> what it is for, where that is known.
+        place: where the computation is now.
+        gloo_bytes: the largest copy that gloo makes of a message.
+
+    It works with fake tensors and with real ones, so that a simulation can be compared with a run.
+
+    Args:
+        axes: name of a process group -> axis of the mesh.
+        answers: whether a number that is read from a tensor is 0, because fake tensors have no
+            values. So no gradient is missing, and not every sequence of a batch is without padding.
+        granularity: of the allocator in bytes.
+    """
+
+    def __init__(self, axes: Mapping[str, str], *, answers: bool, granularity: int = 1) -> None:
+        super().__init__()
+        self.actions: list[Action] = [Action(START, None, None)]
+        self.roles: dict[int, Role] = {}
+        self.place: Place = None
+        self.gloo_bytes = 0
+        self._axes, self._answers, self._granularity = axes, answers, granularity
+        self._hidden = 0
+        self._live: dict[int, Change] = {}
+        self._numbers: dict[int, int] = {}
+        self._num_storages = 0
+
+    def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None) -> None:
+        """Begin an action."""
+        self.actions.append(Action(phase, stage, microbatch))
+
+    def work(self) -> Counter[Work]:
+        """Return how often each kind of operator ran."""
+        return sum((action.work for action in self.actions), Counter())
+
+    def hide(self, change: int) -> None:
+        """Ignore operators while the sum of all changes is above 0."""
+        self._hidden += change
+
+    def hold(self, tensors: Iterable[Tensor], role: Role) -> None:
+        """Give the memory of some tensors a role.
+
+        The first role counts, except that gradients stay where a message has brought them.
+        """
+        for tensor in tensors:
+            number = self._number(tensor.untyped_storage())
+            if self.roles.get(number, Role.MESSAGES) is Role.MESSAGES:
+                self.roles[number] = role
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has another size now."""
+        key = storage_key(storage)
+        if key in self._numbers:
+            self._end(self._numbers[key])
+            self._begin(self._numbers[key], storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and record it."""
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            # DTensor runs the operator again, on the local parts.
+            return NotImplemented
+        if self._hidden:
+            return func(*args, **kwargs)
+        if self._answers and func in ITEMS:
+            return _zero(args[0].dtype)
+        result = run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        results, given = tensors_of(result), tensors_of(args)
+        on_device = [tensor for tensor in results if not tensor.is_meta]
+        if (results and not on_device) or (not results and any(tensor.is_meta for tensor in given)):
+            # Only shapes are computed, such as those of the messages between stages.
+            return
+        for tensor in on_device:
+            self._number(tensor.untyped_storage())
+        namespace, name = name_of(func)
+        if namespace in MESSAGES:
+            self._record_message(name, args, [*given, *results])
+        elif not func.is_view:
+            moved = sum(map(_size, given)) + sum(map(_size, results))
+            flops = flops_of(func, args, kwargs, result)
+            first = given or results
+            self._count(Work(name, first[0].dtype if first else None, flops, moved, None))
+
+    def _record_message(self, name: str, args: Any, given: list[Tensor]) -> None:
+        if name in WAITS:
+            return
+        if name in BUFFERED:
+            self.hold(given, Role.MESSAGES)
+        names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
+        axis = next((self._axes[group] for group in names if group is not None and group in self._axes), "pp")
+        largest = max(map(_size, given), default=0)
+        if name in COPIED_BY_GLOO:
+            self.gloo_bytes = max(self.gloo_bytes, largest)
+        self._count(Work(name, given[0].dtype if given else None, 0, largest, axis))
+
+    def _count(self, work: Work) -> None:
+        self.actions[-1].work[work] += 1
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage; a new one is recorded."""
+        key = storage_key(storage)
+        if key not in self._numbers:
+            self._num_storages += 1
+            self._numbers[key] = self._num_storages
+            finalize(storage, self._freed, key)
+            self._begin(self._num_storages, storage.nbytes())
+        return self._numbers[key]
+
+    def _freed(self, key: int) -> None:
+        self._end(self._numbers.pop(key))
+
+    def _begin(self, number: int, num_bytes: int) -> None:
+        if num_bytes == 0:
+            return
+        rounded = -(-num_bytes // self._granularity) * self._granularity
+        change = Change(rounded, number, self.place, len(self.actions) - 1)
+        self._live[number] = change
+        self.actions[-1].changes.append(change)
+
+    def _end(self, number: int) -> None:
+        begun = self._live.pop(number, None)
+        if begun is not None:
+            self.actions[-1].changes.append(begun._replace(num_bytes=-begun.num_bytes))
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,71 @@
+"""Runs of small models on all kinds of meshes, to be simulated and to be measured."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from meshtrain.config.families import with_family
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import OptimizerConfig
+from meshtrain.models.build import build_meta_model
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.planning.simulation.rank import SimulatedRun
+
+SEQUENCE = 128
+_LLAMA = {
+    "vocab_size": 8000,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 8000, "n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 512},
+    "llama": _LLAMA,
+    "qwen3": {**_LLAMA, "head_dim": 32},
+    "mixtral": {**_LLAMA, "intermediate_size": 352, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "one process": {"mesh": {"dp_shard": 1}},
+    "ddp": {"mesh": {"dp_replicate": 2, "dp_shard": 1}},
+    "fsdp": {"mesh": {"dp_shard": 2}},
+    "fsdp, bfloat16": {"mesh": {"dp_shard": 2}, "precision": {"compute": "bfloat16"}},
+    "fsdp, recomputed": {"mesh": {"dp_shard": 2}, "recompute": {"mode": "full"}},
+    "tp": {"mesh": {"tp": 2, "dp_shard": 1}},
+    "tp, parts of the sequence": {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
+    "tp, selective": {"mesh": {"tp": 2, "dp_shard": 1}, "recompute": {"mode": "selective"}},
+    "pp": {"mesh": {"pp": 2, "dp_shard": 1}},
+    "pp, recomputed": {"mesh": {"pp": 2, "dp_shard": 1}, "recompute": {"mode": "full"}},
+    "pp, interleaved": {
+        "mesh": {"pp": 2, "dp_shard": 1},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+    },
+    "pp, ZBV": {"mesh": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}},
+    "pp x fsdp": {"mesh": {"pp": 2, "dp_shard": 2}},
+    "pp x tp": {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}},
+}
+
+
+def make_run(model_type: str, plan: dict[str, Any], *, microbatches: int = 4) -> SimulatedRun:
+    """Return a run with microbatches of two sequences."""
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    config.bos_token_id = config.eos_token_id = 0
+    model = build_meta_model(config, dtype=torch.float32, attention="sdpa")
+    wanted = with_family(ParallelPlan.model_validate(plan), model_type)
+    world_size = math.prod(degree for degree in wanted.mesh.degrees.values() if degree > 0)
+    mesh = wanted.mesh.resolve(world_size)
+    batch = BatchShape(2 * microbatches * mesh.data_degree, 2, SEQUENCE)
+    resolved = resolve_plan(wanted, model, batch, world_size)
+    return SimulatedRun(
+        hf_config=config,
+        attention="sdpa",
+        trust_remote_code=False,
+        plan=resolved,
+        batch=batch,
+        inputs=(),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )

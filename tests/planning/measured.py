@@ -1,0 +1,151 @@
+"""What a real run of a plan allocates and sends, measured on ranks."""
+
+import json
+import time
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshtrain.compat.autograd import OperatorMode
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel import build_pipeline
+from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.simulation.rank import SimulatedRun, group_axes
+from meshtrain.planning.simulation.recorder import Recorder
+from meshtrain.planning.totals import Totals, totals_of
+from meshtrain.runtime.mesh import init_mesh
+from meshtrain.training.loss import build_loss
+from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.optim import build_optimizer
+from meshtrain.training.step import StepContext, train_step
+
+STEP, STEPS = "measured step", 3
+PAUSE = 0.01
+MESSAGES = ("c10d", "_c10d_functional", "fsdp")
+
+
+class _Patience(OperatorMode):
+    """Waits around each message, until gloo's threads have let go of its tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in MESSAGES:
+            time.sleep(PAUSE)
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in MESSAGES:
+            time.sleep(PAUSE)
+        return result
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The step of one process.
+
+    Attributes:
+        peak_bytes: that the allocator of the CPU had handed out at once during the step.
+        state_bytes: of parameters, gradients and optimizer state.
+        totals: its messages and floating-point operations.
+    """
+
+    peak_bytes: int
+    state_bytes: tuple[int, int, int]
+    totals: Totals
+
+
+def measure(run: SimulatedRun) -> Measured:
+    """Return what a step of a run does on this rank, and how much memory it needs.
+
+    torch's profiler counts what the allocator hands out and takes back, tensors or not. gloo may
+    free a tensor late, so the lowest peak of a few steps counts.
+    """
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            context, batch = _build(run)
+            ids = np.arange(run.batch.global_batch_size)
+            train_step(context, 0, batch, ids)
+            for step in range(1, 1 + STEPS):
+                with _Patience(), record_function(STEP):
+                    train_step(context, step, batch, ids)
+        profiler.export_chrome_trace(str(trace))
+        peak = _peak(json.loads(trace.read_text())["traceEvents"])
+    recorder = Recorder(group_axes(context.pipeline), answers=False)
+    with recorder:
+        train_step(context, 1 + STEPS, batch, ids)
+    parameters = [p for _, p in context.pipeline.named_parameters()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [v for s in context.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return Measured(peak, (_size(parameters), _size(gradients), _size(states)), totals_of(recorder.work()))
+
+
+def _build(run: SimulatedRun) -> tuple[StepContext, dict[str, Tensor]]:
+    plan = run.plan
+    model = build_meta_model(
+        run.hf_config,
+        dtype=DTYPES[plan.precision.parameters],
+        attention=run.attention,
+        trust_remote_code=run.trust_remote_code,
+    )
+    pipeline = build_pipeline(
+        model,
+        init_mesh(plan.mesh, "cpu"),
+        plan,
+        micro_batch_size=run.batch.micro_batch_size,
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    pipeline.initialize(0)
+    rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
+    vocabulary = run.hf_config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
+    context = StepContext(
+        pipeline=pipeline,
+        loss=build_loss(pipeline),
+        optimizer=build_optimizer(pipeline, run.optimizer),
+        learning_rate=lambda step: run.optimizer.learning_rate,
+        max_gradient_norm=run.optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(plan.precision),
+    )
+    return context, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _peak(events: list[dict[str, Any]]) -> int:
+    """Return the lowest peak of a step, without the memory of gloo.
+
+    gloo allocates copies in its threads and inside the operators of c10d.
+    """
+    calls = [event for event in events if event.get("ph") == "X"]
+    steps = [event for event in calls if event["name"] == STEP]
+    (thread,) = {step["tid"] for step in steps}
+    sends = sorted((c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"].startswith("c10d::"))
+    # Operators are nested, so the one that began last may have ended before the one around it.
+    ends = list(accumulate((end for _, end in sends), max))
+    held: dict[int, int] = {}
+    total, peaks = 0, [0] * len(steps)
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"]):
+        num_bytes, address, time = event["args"]["Bytes"], event["args"]["Addr"], event["ts"]
+        before = bisect_right(sends, (time, inf)) - 1
+        is_of_gloo = event["tid"] != thread or (before >= 0 and time <= ends[before])
+        if num_bytes > 0 and not is_of_gloo:
+            held[address] = num_bytes
+            total += num_bytes
+        elif num_bytes < 0:
+            total -= held.pop(address, 0)
+        for index, step in enumerate(steps):
+            if step["ts"] <= time <= step["ts"] + step["dur"]:
+                peaks[index] = max(peaks[index], total)
+    return min(peaks)
+
+
+def _size(tensors: list[Any]) -> int:
+    return sum(local.numel() * local.element_size() for local in map(local_tensor, tensors))

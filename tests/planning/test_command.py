@@ -1,0 +1,143 @@
+"""`meshtrain plan --gpu` says what a run needs, and whether it fits."""
+
+from pathlib import Path
+
+import pytest
+
+from meshtrain import cli
+from meshtrain.planning.machine import GIB, find_machine, shipped_machines
+from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from tests.planning.cases import PLANS, make_run
+from tests.ranks import run_on_ranks
+
+RUN = """
+run_directory = "run"
+steps = 10
+global_batch_size = 16
+micro_batch_size = 4
+[model]
+type = "llama"
+[model.config]
+vocab_size = 8000
+hidden_size = 256
+intermediate_size = 704
+num_hidden_layers = 4
+num_attention_heads = 8
+num_key_value_heads = 4
+[data]
+sequence_length = 256
+[data.tokenizer]
+path = "does-not-exist"
+[optimizer]
+learning_rate = 1e-3
+[plan.mesh]
+pp = 2
+"""
+MACHINE = 'memory_gib = {memory}\nreserved_gib = 0.0\nfragmentation = 0.0\nsource = "a test"\n'
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    return str(file)
+
+
+def machine(tmp_path: Path, memory: float) -> str:
+    file = tmp_path / "machine.toml"
+    file.write_text(MACHINE.format(memory=memory))
+    return str(file)
+
+
+def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._exit_code(["plan", run_file, "--gpu", "h100-80gb", "--world-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Memory of a process at its peak, in GiB" in shown
+    assert "backward of microbatch" in shown
+    assert "It fits h100-80gb: rank 0 needs most" in shown
+    assert "Assumed, not measured: 2 GiB for CUDA and NCCL" in shown
+
+
+def test_change_that_makes_a_run_fit_is_named(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = machine(tmp_path, 0.16)
+    assert cli._exit_code(["plan", run_file, "--gpu", file, "--world-size", "2"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit" in shown
+    assert "The largest part is activations" in shown
+    change = shown.split("With ")[1].split(":")[0]
+    assert cli._exit_code(["plan", run_file, "--gpu", file, "--world-size", "2", change]) == 0
+
+
+def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._exit_code(["plan", run_file, "--gpu", machine(tmp_path, 0.001), "--world-size", "2"]) == 1
+    assert "use more processes" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "text", "message"),
+    [
+        ("h100-80g", None, "--gpu h100-80g: there is no such description; did you mean 'h100-80gb'?"),
+        ("m.toml", 'reserved_gib = 1.0\nfragmentation = 0.0\nsource = "x"\n', "memory_gib: missing"),
+        ("m.toml", MACHINE.format(memory=-1), "memory_gib: expected"),
+        ("m.toml", MACHINE.format(memory=1) + "speed = 3\n", "speed: unknown key"),
+        ("m.toml", None, "no file 'm.toml'"),
+    ],
+)
+def test_wrong_machine_is_one_line(
+    gpu: str,
+    text: str | None,
+    message: str,
+    run_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(gpu).write_text(text)
+    assert cli._exit_code(["plan", run_file, "--gpu", gpu]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_world_size_that_does_not_fit_is_one_line(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._exit_code(["plan", run_file, "--gpu", "cpu", "--world-size", "3"]) == 2
+    assert "3 is not a multiple of 2" in capsys.readouterr().err
+
+
+def test_two_kinds_of_output_are_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._exit_code(["plan", run_file, "--gpu", "cpu", "--toml"]) == 2
+    assert "--toml shows the plan as a file" in capsys.readouterr().err
+
+
+def test_processes_share_the_memory_of_a_cpu() -> None:
+    one, four = find_machine("cpu", 1), find_machine("cpu", 4)
+    assert one.memory_bytes == pytest.approx(4 * four.memory_bytes, rel=1e-6)
+
+
+def test_shipped_machines_name_their_source() -> None:
+    assert len(shipped_machines()) == 7
+    for name in shipped_machines():
+        found = find_machine(name, 1)
+        assert found.config.source
+        assert 30 * GIB < found.memory_bytes < 200 * GIB
+
+
+def loop_over_experts(run: SimulatedRun) -> str:
+    run.hf_config._experts_implementation = "eager"
+    try:
+        simulate_rank(run, 0)
+    except Exception as error:  # noqa: BLE001 - the test compares it
+        return f"{type(error).__name__}: {error}"
+    return "simulated"
+
+
+def test_operator_that_needs_values_is_named() -> None:
+    (answer,) = run_on_ranks(1, loop_over_experts, make_run("mixtral", PLANS["one process"]), joins=False)
+    assert answer == (
+        "ModelError: the step of a mixtral cannot be simulated: aten.nonzero.default needs values, which are not known "
+        "before a run; leave out --gpu; `meshtrain check` still shows the bytes of parameters, gradients and optimizer "
+        "state"
+    )
