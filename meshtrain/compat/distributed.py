@@ -133,7 +133,8 @@ class StaticStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         # A gradient that is missing is filled with zeros.
-        self._allocate(self.grad_recv_info[mb_index])
+        pairs = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
+        self._allocate(received for received, gradient in pairs if gradient is None)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -144,17 +145,20 @@ class StaticStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         result = super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         self._release(self.grad_recv_info.get(bwd_chunk_id, ()))
-        if loss is not None:
+        if loss is not None and not loss._is_view():
             # The schedule keeps all losses, and through their graphs what the stage has received.
             loss.detach_()
         return result
 
     def _allocate(self, received: Iterable[Any]) -> None:
         for it in received:
-            if it.buffer is not None and it.buffer.is_meta:
-                it.buffer = torch.empty_like(it.buffer, device=self.device)
+            # An input of the model has no buffer.
+            buffer = getattr(it, "buffer", None)
+            if buffer is not None and buffer.is_meta:
+                it.buffer = torch.empty_like(buffer, device=self.device, requires_grad=buffer.requires_grad)
 
     def _release(self, received: Iterable[Any]) -> None:
         for it in received:
-            if it.buffer is not None:
-                it.buffer = torch.empty_like(it.buffer, device="meta", requires_grad=False)
+            buffer = getattr(it, "buffer", None)
+            if buffer is not None:
+                it.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -46,13 +47,8 @@ Why: the names under the public collectives are private.
 Holds: torch 2.11 to 2.13.
 """
 
-COPIED_BY_GLOO = ("_allgather_base_", "_reduce_scatter_base_", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""The operators for which gloo allocates a copy of the larger side while it works.
-
-Why: as for `BUFFERED`.
-Holds: torch 2.11 to 2.13.
-"""
-
+# The position of dropout_p among the arguments of attention.
+_DROPOUT = 4
 _PROPAGATIONS = ("_propagate_tensor_meta", "_propagate_tensor_meta_cached", "_propagate_tensor_meta_non_cached")
 
 
@@ -129,6 +125,28 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def attention_as_on_gpus() -> Iterator[None]:
+    """Let attention ignore dropout while the block runs.
+
+    Why: with dropout, torch has no kernel for the CPU and keeps all attention weights, but those
+    for GPUs draw the mask again in the backward pass, and keep nothing of it.
+    Holds: torch 2.11 to 2.13.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+        if len(args) > _DROPOUT:
+            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
+        return original(*args, **kwargs)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
 
 
 @contextmanager

@@ -169,6 +169,8 @@ class Pipeline:
     def prepare(self, labels: Tensor) -> None:
         """Build what the first step with a shape of batches builds. Collective over the pipeline.
 
+        A run need not call it. A simulation does, because other steps do not send these messages.
+
         Args:
             labels: of a batch (local_batch, seq).
 

@@ -7,12 +7,13 @@ from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES
 
 
-def smaller(config: RunConfig, plan: ParallelPlan) -> Iterator[tuple[str, RunConfig]]:
+def smaller(config: RunConfig, plan: ParallelPlan, *, may_offload: bool) -> Iterator[tuple[str, RunConfig]]:
     """Yield changed runs that need less memory, with the change in words; small changes first.
 
     Args:
         config: of the run.
         plan: its plan, resolved.
+        may_offload: whether there is other memory than that of the processes.
     """
     if plan.recompute.mode == "none":
         yield _changed(config, "recompute", mode="selective")
@@ -26,7 +27,7 @@ def smaller(config: RunConfig, plan: ParallelPlan) -> Iterator[tuple[str, RunCon
     if config.micro_batch_size % 2 == 0:
         half = config.micro_batch_size // 2
         yield f"micro_batch_size={half}", config.model_copy(update={"micro_batch_size": half})
-    if plan.shard.offload == "none":
+    if may_offload and plan.shard.offload == "none":
         yield _changed(config, "shard", offload="cpu")
         full = _changed(config, "recompute", mode="full")[1]
         words, both = _changed(full, "shard", offload="cpu")

@@ -42,13 +42,16 @@ def show_needs(config: RunConfig, world_size: int | None, gpu: str) -> bool:
     Raises:
         UserError: for a contradiction, or a machine that is not known.
     """
-    machine = find_machine(gpu, world_size or 1)
+    # Before the model is built, which takes longer. A CPU is shared by all processes.
+    find_machine(gpu, world_size or 1)
     resolved = resolve_run(config, world_size)
     machine = find_machine(gpu, resolved.plan.mesh.world_size)
     show_plan(resolved)
     needs = find_needs(resolved, machine)
     show_memory(needs.uses, needs.simulation, needs.width)
     show_totals([totals_of(profile.work()) for profile in needs.simulation.profiles], needs.width)
+    if resolved.plan.compile.enabled:
+        console.line("Layers are simulated without compilation, which changes what they keep.")
     fits, line = verdict(needs.uses, machine, needs.width)
     console.line(line)
     if not fits:
@@ -80,13 +83,18 @@ def simulated_run(resolved: ResolvedRun, machine: Machine) -> SimulatedRun:
         inputs=inputs,
         optimizer=config.optimizer,
         granularity=machine.granularity,
+        on_gpus=not machine.is_cpu,
     )
 
 
 def _advice(resolved: ResolvedRun, machine: Machine) -> str:
-    """Return the smallest change with which a run fits. Each is simulated, not guessed."""
+    """Return the first of a few changes, small ones first, with which a run fits.
+
+    Each is simulated, not guessed.
+    """
+    console.line("Looking for a change with which it fits")
     world_size = resolved.plan.mesh.world_size
-    for words, changed in smaller(resolved.config, resolved.plan):
+    for words, changed in smaller(resolved.config, resolved.plan, may_offload=not machine.is_cpu):
         try:
             needs = find_needs(resolve_run(changed, world_size), machine)
         except UserError:
@@ -95,4 +103,4 @@ def _advice(resolved: ResolvedRun, machine: Machine) -> str:
         fits, line = verdict(needs.uses, machine, needs.width)
         if fits:
             return f"With {words}: {line}"
-    return "No single change of recomputation, resharding, microbatch or offloading makes it fit: use more processes."
+    return "No change of recomputation, resharding, microbatch or offloading makes it fit: shard over more processes."

@@ -23,7 +23,7 @@ class Machine:
         name: as it was asked for.
         config: its description.
         granularity: of the allocator in bytes.
-        is_cpu: whether gloo sends the messages, which needs memory of its own.
+        is_cpu: whether it is the CPU of this machine, whose memory is host memory anyway.
     """
 
     name: str

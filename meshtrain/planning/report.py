@@ -42,23 +42,21 @@ def show_memory(uses: Sequence[MemoryUse], simulation: Simulation, width: int) -
         for rank, use in enumerate(uses)
     ]
     console.table("Memory of a process at its peak, in GiB", ["ranks", "peak", *columns, "when"], rows)
+    if host := max(use.host_bytes for use in uses):
+        console.line(f"In host memory are up to {gib(host)} GiB of each process.")
 
 
 def show_totals(totals: Sequence[Totals], width: int) -> None:
     """Print the messages and the work of the first process of each pp rank."""
+    distinct = [(_range(rank * width, width), totals[rank]) for rank in _distinct(totals)]
     rows = [
-        (_range(rank * width, width), axis, name, f"{number:,}", gib(size))
-        for rank, total in enumerate(totals)
+        (ranks, axis, name, f"{number:,}", gib(size))
+        for ranks, total in distinct
         for (axis, name), (number, size) in total.messages.items()
-        if rank in _distinct(totals)
     ]
     if rows:
         console.table("Messages of a process in a step", ["ranks", "axis", "operator", "number", "GiB"], rows)
-    flops = [
-        (_range(rank * width, width), f"{total.flops / 1e12:,.3f}")
-        for rank, total in enumerate(totals)
-        if rank in _distinct(totals)
-    ]
+    flops = [(ranks, f"{total.flops / 1e12:,.3f}") for ranks, total in distinct]
     console.table("Work of a process in a step", ["ranks", "TFLOP"], flops)
 
 
@@ -70,7 +68,7 @@ def verdict(uses: Sequence[MemoryUse], machine: Machine, width: int) -> tuple[bo
     who = f"rank {rank} needs" if width == 1 else f"ranks {_range(rank * width, width)} need"
     besides = _besides(machine)
     if held <= limit:
-        return True, f"It fits {machine.name}: {who} most, and {gib(limit - held)} GiB are left.{besides}"
+        return True, f"It fits {machine.name}: {who} the most, and {gib(limit - held)} GiB are left.{besides}"
     role, size = max(use.at_peak.items(), key=lambda item: item[1])
     return False, (
         f"It does not fit {machine.name}: {who} {gib(held - limit)} GiB more. The largest part is {role}, "

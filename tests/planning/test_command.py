@@ -54,7 +54,7 @@ def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.
     shown = capsys.readouterr().out
     assert "Memory of a process at its peak, in GiB" in shown
     assert "backward of microbatch" in shown
-    assert "It fits h100-80gb: rank 0 needs most" in shown
+    assert "It fits h100-80gb: rank 0 needs the most" in shown
     assert "Assumed, not measured: 2 GiB for CUDA and NCCL" in shown
 
 
@@ -72,7 +72,7 @@ def test_change_that_makes_a_run_fit_is_named(
 
 def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(["plan", run_file, "--gpu", machine(tmp_path, 0.001), "--world-size", "2"]) == 1
-    assert "use more processes" in " ".join(capsys.readouterr().out.split())
+    assert "shard over more processes" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

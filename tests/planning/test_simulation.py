@@ -13,7 +13,7 @@ from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
 from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.totals import totals_of
-from tests.planning.cases import MODELS, PLANS, make_run
+from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run
 from tests.planning.measured import Measured, measure
 from tests.ranks import run_on_ranks
 
@@ -112,6 +112,16 @@ def test_offloaded_state_is_in_host_memory() -> None:
     assert away.host_bytes == state
     assert away.peak_bytes < here.peak_bytes
     assert not {Role.PARAMETERS, Role.OPTIMIZER, Role.GRADIENTS} & away.at_peak.keys()
+
+
+def test_attention_keeps_no_dropout_mask_on_gpus() -> None:
+    run = make_run("gpt2", PLANS["one process"])
+    run.hf_config.attn_pdrop = 0.1
+    ((on_cpu,),) = run_on_ranks(1, simulated, run, joins=False)
+    ((on_gpus,),) = run_on_ranks(1, simulated, replace(run, on_gpus=True), joins=False)
+    weights = 4 * 2 * 8 * SEQUENCE**2
+    saved = memory_use(on_cpu).peak_bytes - memory_use(on_gpus).peak_bytes
+    assert saved > 4 * weights, "each of 4 layers keeps them at least once"
 
 
 def test_peak_is_the_highest_level() -> None:

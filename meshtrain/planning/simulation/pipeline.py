@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
 from meshtrain.config.schedules import SCHEDULES
+from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
@@ -33,15 +34,11 @@ class Simulation:
 
     Attributes:
         profiles: of the first process of each pp rank.
-        owners: the pp rank of each stage.
         first_layers: index of the first layer of each stage.
-        passes: of each pp rank.
     """
 
     profiles: tuple[RankProfile, ...]
-    owners: tuple[int, ...]
     first_layers: tuple[int, ...]
-    passes: tuple[tuple[Pass, ...], ...]
 
 
 def simulate(run: SimulatedRun) -> Simulation:
@@ -66,14 +63,15 @@ def simulate(run: SimulatedRun) -> Simulation:
     chosen = sorted(alike.values())
     simulated = dict(zip(chosen, _simulate_ranks(_shortened(run, short), chosen), strict=True))
     for rank, profile in simulated.items():
-        assert profile.passes() == short_orders[rank], f"torch runs {profile.passes()}, not {short_orders[rank]}"
+        if profile.passes() != short_orders[rank]:
+            raise RuntimeError(f"torch runs {profile.passes()} on pp rank {rank}, and not {short_orders[rank]}")
     profiles = []
     for rank, indices in enumerate(held):
         like = alike[tuple(kinds[stage] for stage in indices)]
         mapping = dict(zip(indices, held[like], strict=True))
         profiles.append(simulated[like].with_passes(number, orders[rank], mapping))
     firsts = tuple(stage.first_layer for stage in stages)
-    return Simulation(tuple(profiles), tuple(owners), firsts, tuple(map(tuple, orders)))
+    return Simulation(tuple(profiles), firsts)
 
 
 def _orders(run: SimulatedRun, owners: list[int], number: int) -> list[list[Pass]]:
@@ -128,7 +126,7 @@ def _simulate_ranks(run: SimulatedRun, chosen: Sequence[int]) -> list[RankProfil
     ranks = [rank * width for rank in chosen]
     if len(ranks) == 1 and not dist.is_initialized():
         return [simulate_rank(run, ranks[0])]
-    workers = min(len(ranks), len(os.sched_getaffinity(0)))
+    workers = min(len(ranks), num_cores())
     try:
         answers = run_on_ranks(workers, _simulate_share, run, ranks, joins=False, timeout=SECONDS)
     except RankError as error:

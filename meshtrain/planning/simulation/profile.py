@@ -61,13 +61,11 @@ class RankProfile:
     Attributes:
         actions: in their order. The first one is what exists before the step.
         num_microbatches: of the step.
-        gloo_bytes: the largest copy that gloo makes of a message.
         between_stages: the messages between stages, in the whole step.
     """
 
     actions: tuple[ActionProfile, ...]
     num_microbatches: int
-    gloo_bytes: int
     between_stages: Counter[Work]
 
     def work(self) -> Counter[Work]:
@@ -98,7 +96,7 @@ class RankProfile:
                 found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
             actions += found
         messages = {work: times * number // self.num_microbatches for work, times in self.between_stages.items()}
-        return RankProfile((*actions, *behind), number, self.gloo_bytes, Counter(messages))
+        return RankProfile((*actions, *behind), number, Counter(messages))
 
     def _left_by_middle(self, known: Mapping[Pass, Sequence[ActionProfile]]) -> int:
         """Return the bytes of messages that the middle microbatch leaves.
@@ -168,7 +166,7 @@ def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:
                 action.work - messages,
             )
         )
-    return RankProfile(tuple(actions), num_microbatches, recorder.gloo_bytes, between_stages)
+    return RankProfile(tuple(actions), num_microbatches, between_stages)
 
 
 def _role_index(recorder: Recorder, change: Change, ends: dict[int, int]) -> int:

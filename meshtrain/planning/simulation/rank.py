@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from meshtrain.compat.dtensor import local_part
 from meshtrain.compat.fake import (
     NEEDS_VALUES,
+    attention_as_on_gpus,
     fake_process_group,
     fake_tensors,
     propagation_marked,
@@ -57,6 +58,7 @@ class SimulatedRun:
         inputs: names of the inputs besides `input_ids` and `labels`.
         optimizer: of the run.
         granularity: of the allocator in bytes.
+        on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
     """
 
     hf_config: PretrainedConfig
@@ -67,6 +69,7 @@ class SimulatedRun:
     inputs: tuple[str, ...]
     optimizer: OptimizerConfig
     granularity: int = 1
+    on_gpus: bool = False
 
 
 class _Watched(Activity):
@@ -149,15 +152,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def group_axes(pipeline: Pipeline) -> dict[str, str]:
-    """Return the axis of each process group of a pipeline, by the name of the group.
-
-    The groups of tied weights, which are not here, are along the pp axis as well.
-    """
+    """Return the axis of each process group of a pipeline, by the name of the group."""
     mesh = pipeline.mesh
     names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
-    if pipeline.peers is not None:
-        names[str(pipeline.peers.group_name)] = PP
-    return names
+    along_pp = [pipeline.peers, *(tie.group for tie in pipeline.tied_copies.ties)]
+    return names | {str(group.group_name): PP for group in along_pp if group is not None}
 
 
 def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
@@ -218,6 +217,8 @@ def _simulate(run: SimulatedRun, rank: int) -> RankProfile:
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
         stack.enter_context(votes_skipped())
+        if run.on_gpus:
+            stack.enter_context(attention_as_on_gpus())
         stack.enter_context(propagation_marked(recorder.hide))
         stack.enter_context(resizes_seen(recorder.resized))
         stack.enter_context(recorder)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from meshtrain.compat.autograd import OperatorMode
 from meshtrain.compat.fake import (
     BUFFERED,
-    COPIED_BY_GLOO,
     MESSAGES,
     WAITS,
     flops_of,
@@ -108,7 +107,6 @@ class Recorder(OperatorMode):
         actions: what was done, in order. The first one holds what existed before.
         roles: number of a storage -> what it is for, where that is known.
         place: where the computation is now.
-        gloo_bytes: the largest copy that gloo makes of a message.
 
     It works with fake tensors and with real ones, so that a simulation can be compared with a run.
 
@@ -124,7 +122,6 @@ class Recorder(OperatorMode):
         self.actions: list[Action] = [Action(START, None, None)]
         self.roles: dict[int, Role] = {}
         self.place: Place = None
-        self.gloo_bytes = 0
         self._axes, self._answers, self._granularity = axes, answers, granularity
         self._hidden = 0
         self._live: dict[int, Change] = {}
@@ -197,10 +194,8 @@ class Recorder(OperatorMode):
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
         names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
-        axis = next((self._axes[group] for group in names if group is not None and group in self._axes), "pp")
+        axis = next((self._axes[group] for group in names if group is not None and group in self._axes), "other")
         largest = max(map(_size, given), default=0)
-        if name in COPIED_BY_GLOO:
-            self.gloo_bytes = max(self.gloo_bytes, largest)
         self._count(Work(name, given[0].dtype if given else None, 0, largest, axis))
 
     def _count(self, work: Work) -> None:
