@@ -104,6 +104,15 @@ def test_memory_for_messages_does_not_grow_with_the_number_of_microbatches() -> 
         assert memory_use(other).peak_bytes - memory_use(one).peak_bytes == pytest.approx(batch, abs=200)
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "pp x fsdp"])
+def test_gradients_before_and_after_their_reduction_are_told_apart(plan: str) -> None:
+    (profiles,) = run_on_ranks(1, simulated, make_run("llama", PLANS[plan]), joins=False)
+    for profile in profiles:
+        parameters, gradients, _ = state_bytes(memory_use(profile))
+        assert gradients == parameters
+        assert memory_use(profile).at_peak[Role.UNREDUCED] == 2 * parameters
+
+
 def test_offloaded_state_is_in_host_memory() -> None:
     run = make_run("llama", PLANS["fsdp"])
     ((profile, _),) = run_on_ranks(1, simulated, run, joins=False)

@@ -111,12 +111,13 @@ class Watch:
     def find_gradients(self) -> None:
         """Give gradients and gathered parameters their roles."""
         recorder = self.recorder
-        gradients = [p.grad for _, p in self._pipeline.named_parameters() if p.grad is not None]
-        recorder.hold(map(_local, gradients), Role.GRADIENTS)
         for stage in self._pipeline.stages:
             for module in fsdp_modules(stage.model):
                 recorder.hold(map(_local, unreduced_gradients(module)), Role.UNREDUCED)
                 recorder.hold(map(_local, gathered_parameters(module)), Role.GATHERED)
+        # While FSDP2 has parameters gathered, these gradients are among those above.
+        gradients = [p.grad for _, p in self._pipeline.named_parameters() if p.grad is not None]
+        recorder.hold(map(_local, gradients), Role.GRADIENTS)
 
     def _watch_layers(self, stage: Stage) -> None:
         layers = stage.own_layers()
