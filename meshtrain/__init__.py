@@ -12,6 +12,9 @@ data         tokens, tokenizers, samples and batches
 inference    text generation
 models       stock models: building, initialization, structure
 parallel     cutting and sharding a model, and its pipeline
+pictures     pictures and pages: SVG and HTML
+planning     memory, seconds and messages of a run, before it is launched
+profiling    what a run really did
 runtime      processes, process groups, the watchdog and other services of a run
 training     the training loop of a run
 verify       proofs that a plan computes what one device computes

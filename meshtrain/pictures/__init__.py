@@ -1,0 +1,4 @@
+"""Pictures and pages without a plotting library: SVG and HTML, as text.
+
+timeline: what processes do, and when.
+"""

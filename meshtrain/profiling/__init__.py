@@ -1,0 +1,1 @@
+"""What a run really did: its measured timeline, memory and messages, and the report of a run."""
