@@ -47,6 +47,20 @@ Why: the names under the public collectives are private.
 Holds: torch 2.11 to 2.13.
 """
 
+GATHERED = "split_with_sizes_copy"
+"""The first operator of FSDP2 that needs a gathered message.
+
+Why: FSDP2 awaits the message on a stream, and no operator shows it.
+Holds: torch 2.11 to 2.13.
+"""
+
+LOOKUPS = ("embedding", "gather", "index", "index_select")
+"""The operators that read a part of their first argument.
+
+Why: no property of an operator tells it.
+Holds: torch 2.11 to 2.13.
+"""
+
 # The position of dropout_p among the arguments of attention.
 _DROPOUT = 4
 _PROPAGATIONS = ("_propagate_tensor_meta", "_propagate_tensor_meta_cached", "_propagate_tensor_meta_non_cached")

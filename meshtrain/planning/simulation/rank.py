@@ -103,10 +103,10 @@ class Watch:
     def enter(self, phase: str, stage: int | None, microbatch: int | None) -> None:
         """Begin an action."""
         self.find_gradients()
-        self.recorder.enter(phase, stage, microbatch)
         ends_model = stage is not None and stage == self._pipeline.num_stages - 1
         # The loss follows the head, and its backward pass begins with it.
-        self.recorder.place = HEAD if ends_model and phase in ("after forward", "backward") else None
+        place = HEAD if ends_model and phase in ("after forward", "backward") else None
+        self.recorder.enter(phase, stage, microbatch, place)
 
     def find_gradients(self) -> None:
         """Give gradients and gathered parameters their roles."""
@@ -129,16 +129,16 @@ class Watch:
         recorder = self.recorder
 
         def begin(module: nn.Module, args: Any) -> None:
-            recorder.place = place
+            recorder.move(place)
 
         def begin_backward(gradient: Tensor) -> None:
-            recorder.place = place
+            recorder.move(place)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if recorder.actions[-1].phase != FORWARD[0]:
                 # The layer is computed again in the backward pass, which goes on in it.
                 return
-            recorder.place = behind
+            recorder.move(behind)
             for tensor in tensors_of(output)[:1]:
                 if tensor.requires_grad:
                     tensor.register_hook(begin_backward)
