@@ -83,7 +83,7 @@ class RankProfile:
             passes: of that process.
             stages: its stage -> the stage of this process that is like it.
         """
-        before, known, behind = self._parts()
+        before, known, behind = self.parts()
         actions = [self._scaled(action, number) for action in before]
         last = {microbatch: index for index, (_, _, microbatch) in enumerate(passes)}
         extra = self._left_by_middle(known) if number > self.num_microbatches else 0
@@ -118,9 +118,9 @@ class RankProfile:
 
     def passes(self) -> list[Pass]:
         """Return the passes of microbatches through the stages of the process, in order."""
-        return list(self._parts()[1])
+        return list(self.parts()[1])
 
-    def _parts(
+    def parts(
         self,
     ) -> tuple[list[ActionProfile], dict[Pass, list[ActionProfile]], list[ActionProfile]]:
         """Return what comes before the microbatches, the passes of microbatches, and the rest."""

@@ -17,6 +17,7 @@ from meshtrain.compat.fake import (
     GATHERED,
     LOOKUPS,
     MESSAGES,
+    QUERIES,
     WAITS,
     flops_of,
     group_name_of,
@@ -194,15 +195,23 @@ class Recorder(OperatorMode):
         namespace, name = name_of(func)
         if namespace in MESSAGES:
             self._record_message(name, args, [*given, *results])
-        elif not func.is_view:
+        elif not (func.is_view or namespace in QUERIES):
             # A lookup reads as much as it returns, and not the whole table.
             read = sum(map(_size, results if name in LOOKUPS else given))
             moved = read + sum(map(_size, results))
             flops = flops_of(func, args, kwargs, result)
             first = given or results
-            self._count(Work(name, first[0].dtype if first else None, flops, moved, None))
+            self.count(Work(name, first[0].dtype if first else None, flops, moved, None), func, args, kwargs)
 
-    def _count(self, work: Work) -> None:
+    def count(self, work: Work, func: Any, args: Any, kwargs: Any) -> None:
+        """Count an operator that moves data.
+
+        Args:
+            work: what it does.
+            func: the operator.
+            args: that it was called with.
+            kwargs: that it was called with.
+        """
         items = self.actions[-1].work
         if not items or isinstance(items[-1], Work) or work.name == GATHERED:
             items.append(Counter())
