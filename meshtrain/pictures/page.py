@@ -91,6 +91,11 @@ def key_values(pairs: Mapping[str, str], *, alarms: Iterable[str] = ()) -> Html:
     return Html(f"<dl>{items}</dl>")
 
 
+def folded_text(title: str, text: str) -> Html:
+    """Return a text with its lines as they are, which the reader unfolds."""
+    return Html(f"<details><summary>{escape(title)}</summary>{_box(title, f'<pre>{escape(text)}</pre>')}</details>")
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """Return a table. Columns of numbers, and numbers with units, are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in rows]

@@ -64,6 +64,9 @@ overflow-wrap:normal}} th{{color:var(--muted);font-weight:600;white-space:nowrap
 .number{{text-align:right;white-space:nowrap}} td.long{{min-width:14rem;overflow-wrap:anywhere}}
 dl{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(9.5rem,100%),1fr));gap:.7rem 1rem;margin:.8rem 0}}
 dt{{color:var(--muted);font-size:.82rem}} dd{{margin:0;font-size:1.05rem;font-variant-numeric:tabular-nums}}
+details{{margin:.6rem 0}} summary{{cursor:pointer;font-weight:600;font-size:.95rem}}
+pre{{font:13px/1.5 ui-monospace,Menlo,Consolas,"Liberation Mono",monospace;background:var(--panel);padding:.7rem;
+margin:.4rem 0;width:max-content;min-width:100%;overflow-wrap:normal}}
 dd.alarm,p.alarm{{color:var(--alarm)}}
 @media (min-width:{NARROWEST_WIDE}px){{.narrow{{display:none}}}}
 @media (max-width:{NARROWEST_WIDE - 1}px){{.wide{{display:none}}}}
