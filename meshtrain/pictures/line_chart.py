@@ -57,6 +57,7 @@ class LineChart:
         events: marks.
         is_log: whether the vertical axis is logarithmic. Values that are not positive make a gap.
         from_zero: whether the vertical axis begins at zero.
+        most: end of the vertical axis, if values may be larger; these are drawn at its edge.
     """
 
     title: str
@@ -67,6 +68,7 @@ class LineChart:
     events: tuple[Event, ...] = ()
     is_log: bool = False
     from_zero: bool = False
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ def _line_sample(x: float, y: float, style: str) -> str:
 
 def _frame(chart: LineChart, runs: Sequence[Sequence[Sequence[Point]]], width: int, legend_height: float) -> _Frame:
     points = [point for several in runs for run in several for point in run]
-    low, high = padded_range([value for _, value in points], from_zero=chart.from_zero, is_log=chart.is_log)
+    low, high = padded_range(
+        [min(value, chart.most or value) for _, value in points], from_zero=chart.from_zero, is_log=chart.is_log
+    )
     first, last = min(position for position, _ in points), max(position for position, _ in points)
     if first == last:
         first, last = first - 1, last + 1
@@ -139,7 +143,7 @@ def _frame(chart: LineChart, runs: Sequence[Sequence[Sequence[Point]]], width: i
     top = legend_height + (38 if chart.events else 20)
     up = Scale(low, high, top + (150 if width < 500 else 250), top, chart.is_log)
     left = max(text_width(text) for _, text in up.ticks(5, unit)) + 8
-    right = text_width(shown_value(points[-1][1] / unit.size)) if len(chart.series) == 1 else 0
+    right = text_width(shown_value(points[-1][1] / unit.size), strong=True) if len(chart.series) == 1 else 0
     # Half of the text of the last tick.
     right = max(right + 8, text_width(f"{last:,.0f}") / 2)
     return _Frame(Scale(first, last, left, width - right), up, unit)
@@ -261,7 +265,7 @@ def events_legend(chart: LineChart) -> str:
     """Return a sentence that explains the marks of a chart; empty if it has none."""
     names = {
         "checkpoint": "triangle on the axis: checkpoint",
-        "restart": "flag: start of the run",
+        "restart": "flag: the run started again",
         "bad step": "cross: bad step",
     }
     kinds = {event.kind for event in chart.events}

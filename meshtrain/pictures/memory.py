@@ -104,7 +104,7 @@ def draw_memory_curve(curve: MemoryCurve, width: int) -> Picture:
     title = f"Memory over the step, {curve.name}"
     parts = [part for part in MEMORY_STYLES if any(moment.parts.get(part) for moment in curve.moments)]
     names, top = legend([(MEMORY_STYLES[part], part) for part in parts], width, 0)
-    peak_lines = wrapped(f"Peak {shown_value(curve.peak.total, 'bytes')}: {curve.peak.name}", width)
+    peak_lines = wrapped(f"Peak {shown_value(curve.peak.total, 'bytes')}: {curve.peak.name}", 0.87 * width)
     texts = "".join(label(0, top + 16 + 15 * index, text, style="strong") for index, text in enumerate(peak_lines))
     top += 15 * len(peak_lines) + 34
     across, up, unit = _scales(curve, width, top)

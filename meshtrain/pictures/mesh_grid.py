@@ -106,7 +106,7 @@ def _collapsed(mesh: MeshGrid, pp_rank: int, left: float, right: float, top: flo
     number, (name, inner) = mesh.width // mesh.axes[-1][1], mesh.axes[-1]
     axes = " x ".join(f"{axis} {degree:,}" for axis, degree in mesh.outer)
     times = [f"× {number:,}", f"× {number:,}  ({axes})"] if number > 1 else [""]
-    room = right - left - text_width(times[0]) - 20
+    room = right - left - text_width(times[0], strong=True) - 20
     if inner * CELL_WIDTH <= room:
         across: float = inner * CELL_WIDTH
         first = _group(mesh, pp_rank, (0,) * (len(mesh.axes) - 1), left, top)
@@ -117,7 +117,9 @@ def _collapsed(mesh: MeshGrid, pp_rank: int, left: float, right: float, top: flo
             left + across / 2, top + 17, f"{name} 0-{inner - 1:,}", anchor="middle", style=f"on-{style} small"
         )
     behind = "".join(box(left + shift, top + shift, across, CELL_HEIGHT, f"{_style(pp_rank)} cell") for shift in (6, 3))
-    text = max((one for one in times if across + 16 + text_width(one) <= right - left), key=len, default="")
+    text = max(
+        (one for one in times if across + 16 + text_width(one, strong=True) <= right - left), key=len, default=""
+    )
     stack = behind if number > 1 else ""
     return stack + first + label(left + across + 14, top + 18, text, style="strong")
 

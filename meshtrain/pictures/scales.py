@@ -44,9 +44,9 @@ def shown_value(value: float, quantity: Quantity = "number") -> str:
 def _digits(value: float) -> str:
     size = abs(value)
     if size == 0 or 1e-3 <= size < 1e7:
-        if value == int(value) or size >= 1000:
-            return f"{value:,.0f}"
-        return f"{value:.{2 - min(2, math.floor(math.log10(size)))}f}"
+        decimals = 0 if size >= 1000 or size == 0 else 2 - min(2, math.floor(math.log10(size)))
+        whole, _, rest = f"{value:,.{decimals}f}".partition(".")
+        return f"{whole}.{rest}" if rest.strip("0") else whole
     return _power_text(value, digits=2)
 
 
@@ -107,7 +107,9 @@ def _tick_text(value: float, decimals: int) -> str:
 def _power_text(value: float, *, digits: int = 0) -> str:
     if digits == 0 and 1e-3 <= value < 1e6:
         return f"{value:,.10g}"
-    return f"{value:.{digits}e}".replace("e+0", "e").replace("e-0", "e-")
+    mantissa, _, power = f"{value:.{digits}e}".partition("e")
+    shown = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{shown}e{int(power)}"
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:

@@ -78,7 +78,7 @@ def draw_stacked_bars(chart: StackedBars, width: int) -> Picture:
 def _scale(chart: StackedBars, width: int) -> tuple[Scale, Unit]:
     largest = max([bar.total for bar in chart.bars] + [chart.limit or 0.0, 1e-9])
     left = min(max(text_width(bar.name) for bar in chart.bars) + 8, LONGEST_NAME if width > 500 else 100)
-    right = max(text_width(shown_value(bar.total, chart.quantity)) for bar in chart.bars) + 10
+    right = max(text_width(shown_value(bar.total, chart.quantity), strong=True) for bar in chart.bars) + 10
     return Scale(0.0, largest, left, width - right), unit_for(largest, chart.quantity)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 Anchor = Literal["start", "middle", "end"]
 FONT_SIZE = 12
-CHARACTER_WIDTH = 7.3
+CHARACTER_WIDTH, STRONG_CHARACTER_WIDTH = 7.3, 8.4
 """Width of a character that is assumed, in pixels: that of a wide font in this size."""
 
 SAMPLE_WIDTH = 11
@@ -84,9 +84,13 @@ def _closed(tag: str, tip: str) -> str:
     return f"><title>{escape(tip)}</title></{tag}>" if tip else "/>"
 
 
-def text_width(text: str) -> float:
-    """Return the width that a text needs in any font, in pixels."""
-    return CHARACTER_WIDTH * len(text)
+def text_width(text: str, *, strong: bool = False) -> float:
+    """Return the width that a text needs in any font, in pixels.
+
+    Args:
+        strong: whether the text has the style "strong".
+    """
+    return (STRONG_CHARACTER_WIDTH if strong else CHARACTER_WIDTH) * len(text)
 
 
 def shortened(text: str, width: float) -> str:

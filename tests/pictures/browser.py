@@ -20,6 +20,34 @@ iframe{{border:0;display:block;width:{width}px;height:{height}px}}</style>
 const page = target.contentDocument, window = target.contentWindow;
 document.getElementById("found").textContent = JSON.stringify((() => {{{script}}})()) }}</script>"""
 
+# The width of the page, and the elements outside boxes that are wider than the screen.
+OVERFLOW = """
+const wider = [...page.querySelectorAll("body *")].filter(part => !part.closest(".box *, svg *"))
+  .filter(part => part.getBoundingClientRect().right > window.innerWidth + 0.5);
+return [page.documentElement.scrollWidth, wider.map(part => part.outerHTML.slice(0, 200))]"""
+# Texts of the visible drawings that are cut off at an edge, or that another text overlaps.
+TEXTS = """
+const found = [];
+for (const svg of page.querySelectorAll("svg[role=img]")) {
+  const edge = svg.getBoundingClientRect();
+  if (!edge.width) continue;
+  const texts = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()])
+    .filter(([text]) => text);
+  for (const [text, one] of texts) {
+    if (one.left < edge.left - 1 || one.right > edge.right + 1
+        || one.top < edge.top - 1 || one.bottom > edge.bottom + 1)
+      found.push(["cut", text]);
+    for (const [other, two] of texts)
+      if (one !== two && one.left < two.right - 1 && two.left < one.right - 1 && one.top < two.bottom - 4
+          && two.top < one.bottom - 4) found.push([text, other]);
+  }
+}
+return found"""
+# The smallest size of a text in a drawing.
+FONT_SIZES = """
+return Math.min(...[...page.querySelectorAll("svg text")].filter(text => text.getBoundingClientRect().width)
+  .map(text => parseFloat(window.getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
+
 
 def measure(page: str, script: str, directory: Path, *, width: int, dark: bool = False) -> Any:
     """Return what a script returns that looks at `page`, the document, in `window`.

@@ -35,8 +35,9 @@ def pipeline(num_ranks: int, num_microbatches: int, *, unit: float = 0.01) -> Ti
         def add(
             kind: Kind, begin: float, length: float, microbatch: int | None, rank: int = rank, spans: list[Span] = spans
         ) -> None:
-            end = (begin + length) * unit
-            spans.append(Span(kind, begin * unit, end, None if microbatch is None else rank, microbatch))
+            # With as many digits as files have.
+            end = round((begin + length) * unit, 9)
+            spans.append(Span(kind, round(begin * unit, 9), end, None if microbatch is None else rank, microbatch))
 
         for one in range(num_microbatches):
             add("forward", rank + one * 1.1, 1, one)

@@ -8,36 +8,11 @@ from meshtrain.pictures.colors import GROUNDS
 from meshtrain.pictures.memory import draw_memory_bars
 from meshtrain.pictures.page import Html, Page, Section, figure
 from meshtrain.pictures.svg import Picture, label
-from tests.pictures.browser import measure, screenshot
+from tests.pictures.browser import FONT_SIZES, OVERFLOW, TEXTS, measure, screenshot
 from tests.pictures.examples import GIB, memory_bars
 from tests.pictures.pages import page
 
 PHONE, DESKTOP = 360, 1280
-OVERFLOW = """
-const wider = [...page.querySelectorAll("body *")].filter(part => !part.closest(".box *, svg *"))
-  .filter(part => part.getBoundingClientRect().right > window.innerWidth + 0.5);
-return [page.documentElement.scrollWidth, wider.map(part => part.outerHTML.slice(0, 200))]"""
-# Texts of the visible drawings that are cut off at an edge, or that another text overlaps.
-TEXTS = """
-const found = [];
-for (const svg of page.querySelectorAll("svg[role=img]")) {
-  const edge = svg.getBoundingClientRect();
-  if (!edge.width) continue;
-  const texts = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()])
-    .filter(([text]) => text);
-  for (const [text, one] of texts) {
-    if (one.left < edge.left - 1 || one.right > edge.right + 1
-        || one.top < edge.top - 1 || one.bottom > edge.bottom + 1)
-      found.push(["cut", text]);
-    for (const [other, two] of texts)
-      if (one !== two && one.left < two.right - 1 && two.left < one.right - 1 && one.top < two.bottom - 4
-          && two.top < one.bottom - 4) found.push([text, other]);
-  }
-}
-return found"""
-FONT_SIZES = """
-return Math.min(...[...page.querySelectorAll("svg text")].filter(text => text.getBoundingClientRect().width)
-  .map(text => parseFloat(window.getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 BARS = """
 return [...page.querySelectorAll(".wide rect.blue.cell")].map(bar => bar.getBoundingClientRect().width)"""
 

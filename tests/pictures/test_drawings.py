@@ -136,7 +136,7 @@ def test_many_moments_stay_small() -> None:
     moments = memory_curve(100_000)
     picture = draw_memory_curve(moments, 1060)
     assert len(picture.svg()) < 400_000
-    assert "Peak 82.0 GiB" in " ".join(texts(picture))
+    assert "Peak 82 GiB" in " ".join(texts(picture))
 
 
 def test_timeline_has_boxes_with_microbatches() -> None:
@@ -227,7 +227,7 @@ def test_events_have_marks() -> None:
     chart = LineChart("Loss", (Series("loss", tuple((step, 1.0) for step in range(6))),), events=events)
     picture = draw_line_chart(chart, 350)
     assert {"checkpoint 2", "restart 3", "bad step 4"} <= set(tips(picture))
-    assert events_legend(chart) == "Triangle on the axis: checkpoint; flag: start of the run; cross: bad step."
+    assert events_legend(chart) == "Triangle on the axis: checkpoint; flag: the run started again; cross: bad step."
     beyond = LineChart("Loss", chart.series, events=(Event(99, "checkpoint", "later"),))
     assert "later" not in tips(draw_line_chart(beyond, 350))
 

@@ -18,9 +18,11 @@ from meshtrain.pictures.svg import label, legend, shortened, shown, text_width, 
         (12_345.6, "number", "12,346"),
         (3.14159, "number", "3.14"),
         (31.4159, "number", "31.4"),
-        (3e-6, "number", "3.00e-6"),
+        (3e-6, "number", "3e-6"),
         (float("nan"), "number", "not finite"),
         (-2.5, "number", "-2.50"),
+        (69 * 2**30 + 1, "bytes", "69 GiB"),
+        (2.97e-4, "number", "2.97e-4"),
     ],
 )
 def test_values_have_three_digits_and_a_unit(value, quantity, text):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from meshtrain.pictures.line_chart import Event, LineChart, Series
 from meshtrain.pictures.stacked_bars import Bar, StackedBars
 from meshtrain.profiling.files import Prediction
-from meshtrain.profiling.report.figures import STEP_PARTS, parts_of_time, peak_tflops, rest_seconds
+from meshtrain.profiling.report.figures import STEP_PARTS, parts_of_time, peak_tflops, rest_seconds, typical
 from meshtrain.profiling.report.recorded import Metrics, RecordedRun
 from meshtrain.training.files import SAVED_KEY
 
@@ -18,6 +18,8 @@ TIME_STYLES = {
     "saving": "violet",
 }
 """Part of the time -> style of its area."""
+MOST_TIMES = 3
+"""End of the axis of times, as a multiple of a typical step. The first steps take longer."""
 MOST_SOURCES = 4
 """Sources whose evaluation is drawn at most. The table has all of them."""
 
@@ -66,14 +68,17 @@ def speed_charts(run: RecordedRun) -> list[LineChart]:
     peak = peak_tflops(run)
     rates = series("TFLOP/s", run.steps, "teraflops_per_second")
     shares = Series("MFU", tuple((step, rate and peak and rate / peak * 100) for step, rate in rates.points))
+    whole = series("step", run.steps, "seconds")
     parts = [series(name, run.steps, key) for name, key in STEP_PARTS.items()]
     parts.append(Series("rest", tuple((row["step"], rest_seconds(row)) for row in run.steps)))
+    step = typical(run, "seconds")
+    most = None if step is None else MOST_TIMES * step
     found = [
         LineChart("Tokens per second", (series("tokens/s", run.steps, "tokens_per_second"),), from_zero=True),
         LineChart("TFLOP/s of each process", (rates,), from_zero=True),
         *([LineChart("MFU", (shares,), unit="% of the peak rate", from_zero=True)] if peak else []),
-        LineChart("Time of a step", (series("step", run.steps, "seconds"),), quantity="seconds", from_zero=True),
-        LineChart("Time of a step by part", tuple(parts), quantity="seconds", from_zero=True),
+        LineChart("Time of a step", (whole,), quantity="seconds", from_zero=True, most=most),
+        LineChart("Time of a step by part", tuple(parts), quantity="seconds", from_zero=True, most=most),
     ]
     return [chart for chart in found if any(one.points for one in chart.series)]
 
@@ -87,7 +92,7 @@ def memory_chart(run: RecordedRun) -> LineChart:
 def time_bars(run: RecordedRun) -> StackedBars:
     """Return the time of the run by part, as one bar."""
     sizes = {part.name: part.seconds for part in parts_of_time(run)}
-    return StackedBars("Time of the run by part", (Bar("all", sizes),), TIME_STYLES, "seconds")
+    return StackedBars("Time of the run by part", (Bar("run", sizes),), TIME_STYLES, "seconds")
 
 
 def peak_bars(prediction: Prediction, measured: dict[int, int]) -> StackedBars:

@@ -23,7 +23,7 @@ def show_report(directory: Path, html: Path | None) -> None:
         UserError: if the run directory cannot be read, or the page cannot be written.
     """
     run = read_run_directory(directory)
-    console.table(shown_path(directory), ("", ""), key_figures(run).items())
+    console.table("Run", ("directory", shown_path(directory)), key_figures(run).items())
     if run.failure is not None:
         for text in run.failure.lines():
             console.line(text)

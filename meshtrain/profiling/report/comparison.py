@@ -23,7 +23,7 @@ def comparison(run: RecordedRun) -> list[Table]:
         found.append(_compared(run.prediction, rows))
     if run.summary is not None:
         found.append(_messages(run.summary))
-    return [table for table in found if table.rows]
+    return [table.without_empty_columns() for table in found if table.rows]
 
 
 def messages_of(rank: ProfiledRank) -> tuple[Messages, ...]:
@@ -59,8 +59,10 @@ def _speed(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
     yield "tokens/s per process", prediction.tokens_per_second, each, "number"
     if prediction.mfu is not None:
         yield "MFU", prediction.mfu, mfu(run), "number"
+    # From the timelines, so that both sides count alike.
+    predicted = bubble(prediction.timeline) if prediction.timeline.lanes else prediction.bubble
     measured = bubble(summary.timeline) if summary is not None and summary.timeline.lanes else None
-    yield "bubble", prediction.bubble, measured, "number"
+    yield "bubble", predicted, measured, "number"
 
 
 def _memory(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
@@ -94,9 +96,9 @@ def _traffic(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
             num_bytes[axis] = max(int(size), num_bytes.get(axis, 0))
             seconds[axis] = max(time, seconds.get(axis, 0.0))
     for axis, traffic in prediction.axes.items():
-        yield f"bytes over {axis}", traffic.bytes, num_bytes.get(axis), "bytes"
-        yield f"time of messages over {axis}", traffic.seconds, seconds.get(axis), "seconds"
-        yield f"exposed of it over {axis}", traffic.exposed_seconds, None, "seconds"
+        yield f"messages over {axis}", traffic.bytes, num_bytes.get(axis), "bytes"
+        yield f"messages over {axis}, time", traffic.seconds, seconds.get(axis), "seconds"
+        yield f"messages over {axis}, exposed time", traffic.exposed_seconds, None, "seconds"
 
 
 def _messages(summary: ProfileSummary) -> Table:

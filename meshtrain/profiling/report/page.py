@@ -32,6 +32,11 @@ TIMELINE_NOTE = (
     "the processes compute nothing. Where boxes would be too narrow, heights are shares of the time."
 )
 
+TIME_NOTE = (
+    f"A step that takes more than {charts.MOST_TIMES} times as long as a typical one is drawn at the upper edge, such "
+    "as the first step after a start."
+)
+
 
 def report_page(run: RecordedRun) -> str:
     """Return the page of a run as HTML, in ASCII."""
@@ -39,7 +44,7 @@ def report_page(run: RecordedRun) -> str:
         Section("Summary", tuple(_summary(run))),
         Section("Loss", tuple(_loss(run))),
         Section("Optimization", _grid(charts.optimization_charts(run))),
-        Section("Speed", (*_grid(charts.speed_charts(run)), *_bars(run), *_tables(run, "Time by part"))),
+        Section("Speed", tuple(_speed(run))),
         Section("Memory", tuple(_memory(run))),
         Section("Predicted and measured", tuple(_comparison(run))),
         Section("What happened", _tables(run, "Checkpoints", "Starts", "Bad steps")),
@@ -74,6 +79,14 @@ def _loss(run: RecordedRun) -> Iterator[Html]:
 
 def _grid(found: list[LineChart]) -> tuple[Html, ...]:
     return (chart_grid(partial(draw_line_chart, chart) for chart in found),) if found else ()
+
+
+def _speed(run: RecordedRun) -> Iterator[Html]:
+    yield from _grid(charts.speed_charts(run))
+    if run.steps:
+        yield paragraph(TIME_NOTE, style="note")
+    yield from _bars(run)
+    yield from _tables(run, "Time by part")
 
 
 def _bars(run: RecordedRun) -> Iterator[Html]:

@@ -1,11 +1,12 @@
 """The tables of a report. The screen and the page show the same ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from meshtrain.config.reading import shown_path
-from meshtrain.pictures.scales import shown_value
+from meshtrain.pictures.scales import Quantity, shown_value
 from meshtrain.profiling.report.figures import (
     PartOfTime,
     last_step,
@@ -32,12 +33,19 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def without_empty_columns(self) -> Self:
+        """Return the table without the columns that have no value in any row."""
+        kept = [index for index in range(len(self.columns)) if any(row[index] for row in self.rows)]
 
-def shown(value: float | None, quantity: str = "number") -> str:
+        def chosen(row: Sequence[str]) -> tuple[str, ...]:
+            return tuple(row[index] for index in kept)
+
+        return replace(self, columns=chosen(self.columns), rows=tuple(map(chosen, self.rows)))
+
+
+def shown(value: float | None, quantity: Quantity = "number") -> str:
     """Return a value, or nothing if it is not known."""
-    if value is None:
-        return ""
-    return shown_value(value, "bytes" if quantity == "bytes" else "seconds" if quantity == "seconds" else "number")
+    return "" if value is None else shown_value(value, quantity)
 
 
 def spread(rows: Sequence[Metrics]) -> list[Metrics]:
@@ -64,7 +72,7 @@ def key_figures(run: RecordedRun) -> dict[str, str]:
         "tokens/s": shown(typical(run, "tokens_per_second")),
         "TFLOP/s per process": shown(typical(run, "teraflops_per_second")),
         "MFU": "" if share is None else f"{share:.1%}",
-        "seconds of a step": shown(typical(run, "seconds"), "seconds"),
+        "time of a step": shown(typical(run, "seconds"), "seconds"),
         "peak memory": shown(peak_memory(run), "bytes"),
         "restarts": str(len(run.starts) - 1) if run.starts else "",
         "bad steps": str(len(run.bad_steps)) if run.bad_steps else "",
@@ -101,7 +109,7 @@ def tables(run: RecordedRun) -> list[Table]:
         _starts(run),
         _bad_steps(run),
     ]
-    return [table for table in found if table.rows]
+    return [table.without_empty_columns() for table in found if table.rows]
 
 
 def _steps(run: RecordedRun) -> Table:
