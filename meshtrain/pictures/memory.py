@@ -7,7 +7,20 @@ from typing import Literal
 
 from meshtrain.pictures.scales import Quantity, Scale, Unit, shown_value, unit_for
 from meshtrain.pictures.stacked_bars import Bar, StackedBars, draw_stacked_bars
-from meshtrain.pictures.svg import Picture, box, dot, label, legend, line, path, shown, text_width, wrapped
+from meshtrain.pictures.svg import (
+    CHARACTER_WIDTH,
+    STRONG_CHARACTER_WIDTH,
+    Picture,
+    box,
+    dot,
+    label,
+    legend,
+    line,
+    path,
+    shown,
+    text_width,
+    wrapped,
+)
 
 MEMORY_STYLES = {
     "parameters": "blue",
@@ -104,7 +117,8 @@ def draw_memory_curve(curve: MemoryCurve, width: int) -> Picture:
     title = f"Memory over the step, {curve.name}"
     parts = [part for part in MEMORY_STYLES if any(moment.parts.get(part) for moment in curve.moments)]
     names, top = legend([(MEMORY_STYLES[part], part) for part in parts], width, 0)
-    peak_lines = wrapped(f"Peak {shown_value(curve.peak.total, 'bytes')}: {curve.peak.name}", 0.87 * width)
+    peak = f"Peak {shown_value(curve.peak.total, 'bytes')}: {curve.peak.name}"
+    peak_lines = wrapped(peak, width * CHARACTER_WIDTH / STRONG_CHARACTER_WIDTH)
     texts = "".join(label(0, top + 16 + 15 * index, text, style="strong") for index, text in enumerate(peak_lines))
     top += 15 * len(peak_lines) + 34
     across, up, unit = _scales(curve, width, top)

@@ -17,8 +17,10 @@ Html = NewType("Html", str)
 """A text that is HTML. Functions that return it have escaped what they were given."""
 WIDE, NARROW, CHART = 1060, 328, 350
 """Widths at which drawings are made, in pixels: for a desktop, for a phone, side by side."""
-LONG_CELL = 40
+LONG_CELL = 30
 """Number of characters from which a cell of a table may be broken into lines."""
+NUMBER = re.compile(r"(-?\d[\d,.]*(e-?\d+)?( ?%| [a-zA-Zµ]+)?)?")
+"""A number, which may have a unit, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """Return a table. Columns of numbers, and numbers with units, are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     numeric = [
-        any(row[index] for row in texts) and all(re.match(r"-?\d|$|-$", row[index]) for row in texts)
+        any(row[index] for row in texts) and all(NUMBER.fullmatch(row[index]) for row in texts)
         for index in range(len(columns))
     ]
     head = "".join(
@@ -116,7 +118,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _cell(text: str, is_number: bool) -> str:
-    style = "number" if is_number and len(text) < LONG_CELL else "long" if len(text) >= LONG_CELL else ""
+    style = "number" if is_number else "long" if len(text) >= LONG_CELL else ""
     return f'<td class="{style}">{escape(text)}</td>' if style else f"<td>{escape(text)}</td>"
 
 

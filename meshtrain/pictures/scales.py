@@ -82,8 +82,8 @@ class Scale:
             unit: in which the values are round.
         """
         low, high = self.low / unit.size, self.high / unit.size
-        if self.is_log:
-            return [(value * unit.size, _power_text(value)) for value in _log_ticks(low, high, most)]
+        if self.is_log and len(values := _log_ticks(low, high, most)) > 2:
+            return [(value * unit.size, _power_text(value)) for value in values]
         step = round_step((high - low) / most)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -113,7 +113,10 @@ def _power_text(value: float, *, digits: int = 0) -> str:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return powers of ten, or fewer of them, or 2 and 5 times them as well, as many as fit."""
+    """Return powers of ten, or fewer of them, or 2 and 5 times them as well, as many as fit.
+
+    There may be hardly any; then ticks in equal steps are better.
+    """
     powers = range(math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9) + 1)
 
     def inside(factors: Sequence[int], every: int = 1) -> list[float]:
@@ -122,7 +125,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
     for factors in ((1, 2, 5), (1, 3), (1,)):
         if len(found := inside(factors)) <= most:
-            return found if len(found) > 1 else [low, high]
+            return found
     return inside((1,), every=math.ceil(len(powers) / most))
 
 

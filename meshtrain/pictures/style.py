@@ -60,8 +60,8 @@ figure .note,p.note{{color:var(--muted);font-size:.88rem;font-weight:400}}
 .charts figure{{margin:.4rem 0 .8rem;min-width:0}} .charts svg,.narrow svg{{width:100%}}
 table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}}
 th,td{{padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);
-overflow-wrap:normal}} th{{color:var(--muted);font-weight:600;white-space:nowrap}}
-.number{{text-align:right;white-space:nowrap}} td.long{{min-width:14rem;overflow-wrap:anywhere}}
+white-space:nowrap}} th{{color:var(--muted);font-weight:600}} .number{{text-align:right}}
+td.long{{min-width:14rem;white-space:normal;overflow-wrap:anywhere}}
 dl{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(9.5rem,100%),1fr));gap:.7rem 1rem;margin:.8rem 0}}
 dt{{color:var(--muted);font-size:.82rem}} dd{{margin:0;font-size:1.05rem;font-variant-numeric:tabular-nums}}
 details{{margin:.6rem 0}} summary{{cursor:pointer;font-weight:600;font-size:.95rem}}

@@ -65,6 +65,7 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
     assert '<th scope="col" class="number">number' in html
     assert '<td class="number">1.5 GiB</td>' in html
     assert "<td>a</td>" in html
+    assert "number" not in table("T", ["checksum", "list"], [("9cc2d326", "0, 1, 2, ..."), ("12", "3")])
 
 
 def test_colors_contrast_with_their_ground() -> None:

@@ -47,7 +47,14 @@ def test_logarithmic_ticks_are_as_many_as_fit():
         "1,000",
         "1e6",
     ]
-    assert [text for _, text in Scale(3.1, 3.2, 0, 100, is_log=True).ticks(5)] == ["3.1", "3.2"]
+    assert [text for _, text in Scale(3.1, 3.2, 0, 100, is_log=True).ticks(5)] == [
+        "3.10",
+        "3.12",
+        "3.14",
+        "3.16",
+        "3.18",
+        "3.20",
+    ]
 
 
 def test_values_beyond_the_scale_are_drawn_at_its_ends():

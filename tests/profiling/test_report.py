@@ -146,6 +146,14 @@ def test_bad_steps_and_starts_have_tables(profiled: RecordedRun) -> None:
     assert len(table_of(profiled, "Steps").rows) == 12
 
 
+def test_long_tables_have_the_latest_rows(profiled: RecordedRun) -> None:
+    starts = tuple({"step": number, "parameters_checksum": "abc"} for number in range(1_500))
+    found = table_of(replace(profiled, metrics=starts), "Starts")
+    assert found.title == "Starts, the latest 20 of 1,500"
+    assert [found.rows[0][:2], found.rows[-1][:2]] == [("1481", "1,480"), ("1500", "1,499")]
+    assert found.title in report_page(replace(profiled, metrics=starts))
+
+
 def test_predicted_and_measured_are_compared(profiled: RecordedRun) -> None:
     found = table_of(profiled, "Predicted for h100-80gb (assumed rates), and measured")
     rows = {row[0]: row[1:] for row in found.rows}

@@ -95,7 +95,7 @@ def _bars(run: RecordedRun) -> Iterator[Html]:
 
 
 def _tables(run: RecordedRun, *titles: str) -> tuple[Html, ...]:
-    return tuple(_table(one) for one in tables(run) if one.title in titles)
+    return tuple(_table(one) for one in tables(run) if one.title.startswith(titles))
 
 
 def _table(one: Table) -> Html:

@@ -22,6 +22,8 @@ from meshtrain.training.files import SAVED_KEY
 
 MOST_ROWS = 12
 """Rows of steps and evaluations that are shown at most, spread over the run."""
+MOST_EVENTS = 20
+"""Checkpoints, starts and bad steps that are shown at most, the latest ones."""
 MOST_SAMPLES = 8
 
 
@@ -172,9 +174,14 @@ def _checkpoints(run: RecordedRun) -> Table:
             shown(row.get(BACKGROUND_SECONDS), "seconds"),
             *_stored(run, row.get(SAVED_KEY)),
         )
-        for row in run.saves
+        for row in run.saves[-MOST_EVENTS:]
     )
-    return Table("Checkpoints", ("step", "training waited", "in the background", "size", "where"), rows)
+    title = _latest("Checkpoints", len(run.saves))
+    return Table(title, ("step", "training waited", "in the background", "size", "where"), rows)
+
+
+def _latest(name: str, number: int) -> str:
+    return name if number <= MOST_EVENTS else f"{name}, the latest {MOST_EVENTS} of {number:,}"
 
 
 def _stored(run: RecordedRun, location: str | None) -> tuple[str, str]:
@@ -196,17 +203,17 @@ def _stored(run: RecordedRun, location: str | None) -> tuple[str, str]:
 def _starts(run: RecordedRun) -> Table:
     rows = tuple(
         (str(number), f"{start['step']:,}", str(start["parameters_checksum"]))
-        for number, start in enumerate(run.starts, start=1)
+        for number, start in [*enumerate(run.starts, start=1)][-MOST_EVENTS:]
     )
-    return Table("Starts", ("start", "after step", "checksum of the parameters"), rows)
+    return Table(_latest("Starts", len(run.starts)), ("start", "after step", "checksum of the parameters"), rows)
 
 
 def _bad_steps(run: RecordedRun) -> Table:
     rows = tuple(
         (f"{bad['bad_step']:,}", bad.get("answer", ""), bad.get("fault", ""), _samples(bad.get("samples") or []))
-        for bad in run.bad_steps
+        for bad in run.bad_steps[-MOST_EVENTS:]
     )
-    return Table("Bad steps", ("step", "answer", "fault", "samples"), rows)
+    return Table(_latest("Bad steps", len(run.bad_steps)), ("step", "answer", "fault", "samples"), rows)
 
 
 def _samples(samples: Sequence[int]) -> str:
