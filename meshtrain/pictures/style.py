@@ -69,7 +69,8 @@ pre{{font:13px/1.5 ui-monospace,Menlo,Consolas,"Liberation Mono",monospace;backg
 margin:.4rem 0;width:max-content;min-width:100%;overflow-wrap:normal}}
 dd.alarm,p.alarm{{color:var(--alarm)}}
 @media (min-width:{NARROWEST_WIDE}px){{.narrow{{display:none}}}}
-@media (max-width:{NARROWEST_WIDE - 1}px){{.wide{{display:none}}}}
+@media (max-width:{NARROWEST_WIDE - 1}px){{.wide{{display:none}} th,td{{padding-right:.7rem}}
+td.long{{min-width:9rem}}}}
 @media print{{body{{max-width:none}} figure,tr{{break-inside:avoid}}}}
 """
 
