@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from meshtrain import console
-from meshtrain.cli.app import Overrides, RunFile, app
+from meshtrain.cli.app import Overrides, RunFile, app, check_writable
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.exit_codes import DOES_NOT_FIT, NOT_PROVEN, RESTART
 
@@ -132,7 +132,7 @@ def verify(
     table = table or (Path("coverage.md") if models else None)
     for option, file in (("--json", json_file), ("--table", table)):
         if file is not None:
-            _check_writable(option, file)
+            check_writable(option, file)
     if run is None:
         from meshtrain.verify.classes import verify_models
 
@@ -148,27 +148,6 @@ def verify(
         proven = verify_run(resolve_run(config), json_file)
     if not proven:
         raise typer.Exit(NOT_PROVEN)
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Check before a long proof that its result can be written to a file.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
-    try:
-        if not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is not a directory", "create it, or choose another one")
-        if file.is_dir():
-            # An empty name means the current directory.
-            raise ConfigError(f"{option}: {file} is a directory", "pass the name of a file")
-        is_new = not file.exists()
-        # Only an attempt shows it: a file system may be read-only, or may not allow such names.
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror})", "choose another file") from error
-    if is_new:
-        file.unlink()
 
 
 @app.command()
