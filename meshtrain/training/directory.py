@@ -5,6 +5,7 @@ RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/tensorboard/        the same for TensorBoard
 RUN/failure.json        why the run ended, if it failed; removed once the run trains again
+RUN/profile/            what was measured in a few steps, see meshtrain.profiling.hook
 RUN/flight_recorder/    the latest collectives of every process, if one vanished or hung
 RUN/checkpoints/step-N  a checkpoint, see meshtrain.checkpoint.storage.directory; if
                         checkpoint.directory is set, checkpoints are stored there instead
@@ -50,6 +51,7 @@ FREE = (
     "stop_after",
     "watchdog",
     "bad_steps",
+    "profile",
     "self_checks",
     "plan",
     "data.cache_directory",

@@ -193,10 +193,7 @@ class Recorder(OperatorMode):
             return
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
-        names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
-        axis = next((self._axes[group] for group in names if group is not None and group in self._axes), "other")
-        largest = max(map(_size, given), default=0)
-        self._count(Work(name, given[0].dtype if given else None, 0, largest, axis))
+        self._count(message_of(name, args, given, self._axes))
 
     def _count(self, work: Work) -> None:
         self.actions[-1].work[work] += 1
@@ -226,6 +223,21 @@ class Recorder(OperatorMode):
         begun = self._live.pop(number, None)
         if begun is not None:
             self.actions[-1].changes.append(begun._replace(num_bytes=-begun.num_bytes))
+
+
+def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, str]) -> Work:
+    """Return a message that an operator sends.
+
+    Args:
+        name: of the operator.
+        args: its arguments, of which one is the process group, or its name.
+        tensors: that it takes and returns. The largest one counts.
+        axes: name of a process group -> axis of the mesh.
+    """
+    names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
+    axis = next((axes[group] for group in names if group is not None and group in axes), "other")
+    largest = max(map(_size, tensors), default=0)
+    return Work(name, tensors[0].dtype if tensors else None, 0, largest, axis)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:
