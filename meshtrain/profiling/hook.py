@@ -80,7 +80,7 @@ class ProfileHook(Hook):
         if self._is_done:
             return
         if self._last > state.num_steps:
-            console.warning(f"the run ends after step {state.num_steps:,}, so {self._shown()} are not profiled")
+            console.line(f"{self._shown()} are not profiled, because the run ends after step {state.num_steps:,}")
         # The first step after a start builds and compiles.
         elif state.step >= self._first - (0 if self._has_trained else 1):
             if not summary_path(Path(state.config.run_directory)).exists():

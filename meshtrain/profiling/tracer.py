@@ -114,10 +114,7 @@ class Tracer:
         """
         if self._on_gpu:
             write_memory_record(memory)
-        self._profiler.export_chrome_trace(str(trace))
-        with gzip.open(trace, "rt", encoding="utf-8") as file:
-            events: list[Event] = [event for event in json.load(file)["traceEvents"] if "name" in event]
-        return self._read(events)
+        return self._read(_written(self._profiler, trace))
 
     def _begin(self) -> None:
         self._held_bytes = storage_bytes(_kept(self._pipeline, self._optimizer))
@@ -148,6 +145,19 @@ class Tracer:
             (peak,) = peaks_on_cpu(events, [section], held_bytes=self._held_bytes)
             busy, messages = busy_on_cpu(events, section.thread), gloo_messages(events, self._marks.messages)
         return TracedStep(peak, summed(messages), exposed_seconds(messages, busy))
+
+
+def _written(profiler: profile, path: Path) -> list[Event]:
+    """Write a trace, and return its events."""
+    plain = path.with_suffix("")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        content = plain.read_bytes()
+    finally:
+        plain.unlink(missing_ok=True)
+    events = json.loads(content)["traceEvents"]
+    path.write_bytes(gzip.compress(content))
+    return [event for event in events if "name" in event]
 
 
 def _described(activity: Activity) -> str:

@@ -148,7 +148,7 @@ def keys_of_metrics() -> set[str]:
 def test_every_file_and_metric_of_a_run_is_on_its_page() -> None:
     text = page("reference/run-directory.md")
     files = re.findall(r"^RUN/(\S+)", directory.__doc__ or "", flags=re.MULTILINE)
-    assert len(files) == 8
+    assert len(files) == 9
     assert [name for name in files if not re.search(rf"^\| `{name}/?` \|", text, flags=re.MULTILINE)] == []
     keys = keys_of_metrics()
     assert {"loss", "samples/NAME", "eval_loss/NAME", "router_aux_loss", "bad_steps", "loss_scale", "answer"} <= keys
