@@ -18,7 +18,7 @@ from meshtrain.config.mesh import AXES, PP
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.data.cache import write_atomically
-from meshtrain.errors import Problem, reason_of
+from meshtrain.errors import Problem, TrainingStopped, reason_of
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.pictures.timeline import Lane, Span, Timeline
 from meshtrain.profiling.files import PROFILE_NAME, ProfiledRank, ProfileSummary, summary_path
@@ -106,9 +106,13 @@ class ProfileHook(Hook):
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
         """Stop measuring if the run ends early."""
-        is_early = self._stopwatch is not None
-        self._abandon(state)
-        if is_early and state.failure is None:
+        if self._stopwatch is None:
+            return
+        # After another failure, the GPU may wait for a process that is gone, and the profiler would
+        # wait for the GPU.
+        if state.failure is None or isinstance(state.failure, TrainingStopped):
+            self._abandon(state)
+        if state.failure is None:
             console.line(f"{self._shown()} are not profiled, because the run stopped after step {state.step:,}")
 
     def _shown(self) -> str:

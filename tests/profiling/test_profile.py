@@ -28,7 +28,7 @@ from tests.profiling.profiled import (
     train_profiled,
 )
 from tests.ranks import run_on_ranks
-from tests.training.runs import Mesh, build_plan, build_run, read_checkpoint, steps_of, train_here
+from tests.training.runs import Mesh, build_plan, build_run, poison_gradient, read_checkpoint, steps_of, train_here
 
 MICROBATCHES = 4
 PASSES = {
@@ -156,25 +156,10 @@ def test_run_that_resumes_is_profiled_if_the_steps_lie_ahead(tmp_path: Path) -> 
     assert summary_of(again).steps == (4, 5)
 
 
-def train_rewound(*configs: RunConfig) -> list[str]:
-    """Train on this rank; the gradient of step 4 of each run is not finite, the first time."""
-    from meshtrain.training import step as step_module
-
-    finish = step_module.finish_gradients
-    times: list[int] = []
-
-    def finish_poisoned(pipeline: Any) -> None:
-        times.append(1)
-        if len(times) == 4:
-            next(p for _, p in pipeline.named_parameters() if p.dim() == 2).grad.view(-1)[:1] = torch.nan
-        finish(pipeline)
-
-    step_module.finish_gradients = finish_poisoned
-    shown = []
-    for config in configs:
-        times.clear()
-        shown += train_profiled(config)
-    return shown
+def train_rewound(config: RunConfig) -> str:
+    """Train on this rank; the gradient of step 4 is not finite, the first time."""
+    poison_gradient(4)
+    return train_profiled(config)[0]
 
 
 def test_rewind_begins_the_profile_again(tmp_path: Path) -> None:
@@ -184,7 +169,7 @@ def test_rewind_begins_the_profile_again(tmp_path: Path) -> None:
     configs = [
         run_of(tmp_path / f"from-{first}-to-{last}", (1, 1, 1, 1), [first, last], **changes) for first, last in profiles
     ]
-    ((*_, shown),) = run_on_ranks(1, train_rewound, *configs, joins=False)
+    *_, shown = [run_on_ranks(1, train_rewound, config, joins=False)[0] for config in configs]
     for config in configs[:3]:
         summary = summary_of(config)
         assert len(summary.step_seconds) == summary.steps[1] - summary.steps[0]
