@@ -69,7 +69,7 @@ class ProfileHook(Hook):
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
-        self._has_trained = self._is_done = False
+        self._has_trained = self._is_awaited = self._is_done = False
         self._stopwatch: Stopwatch | None = None
         self._tracer: Tracer | None = None
         self._seconds: list[float] = []
@@ -79,22 +79,17 @@ class ProfileHook(Hook):
         self._abandon(state)
         if self._is_done:
             return
-        if self._last > state.num_steps:
-            console.line(f"{self._shown()} are not profiled, because the run ends after step {state.num_steps:,}")
-        # The first step after a start builds and compiles.
-        elif state.step >= self._first - (0 if self._has_trained else 1):
-            if not summary_path(Path(state.config.run_directory)).exists():
-                console.line(
-                    f"{self._shown()} are not profiled, because training starts after step {state.step:,}; set "
-                    "profile.steps to later ones"
-                )
-        elif state.step == self._first - 1:
+        reason = self._reason_against(state)
+        self._is_awaited = reason is None
+        if self._is_awaited and state.step == self._first - 1:
             self._begin(state)
+        if reason is not None and not summary_path(Path(state.config.run_directory)).exists():
+            console.line(f"{self._shown()} are not profiled, because {reason}")
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
         """Begin before the first step, change from times to a trace, and write after the last."""
         self._has_trained = True
-        if state.step == self._first - 1 and not self._is_done:
+        if self._is_awaited and state.step == self._first - 1:
             self._begin(state)
         elif self._stopwatch is not None:
             if state.step < self._last:
@@ -114,6 +109,15 @@ class ProfileHook(Hook):
             self._abandon(state)
         if state.failure is None:
             console.line(f"{self._shown()} are not profiled, because the run stopped after step {state.step:,}")
+
+    def _reason_against(self, state: RunState) -> str | None:
+        """Return why the steps cannot be measured from here on; None if they can."""
+        if self._last > state.num_steps:
+            return f"the run ends after step {state.num_steps:,}"
+        # The first step after a start builds and compiles.
+        if state.step >= self._first - (0 if self._has_trained else 1):
+            return f"training starts after step {state.step:,}; set profile.steps to later ones"
+        return None
 
     def _shown(self) -> str:
         return f"Steps {self._first:,} to {self._last:,}"
@@ -149,7 +153,7 @@ class ProfileHook(Hook):
         lane = _lane(pipeline, self._stopwatch.spans(median))
         answers = gather_objects(_Found(problem, traced, lane))
         self._abandon(state)
-        self._is_done = True
+        self._is_awaited, self._is_done = False, True
         if problem is None and state.is_first_rank and all(answer.problem is None for answer in answers):
             problem = self._summarize(directory, seconds, answers)
         if problem is not None:
