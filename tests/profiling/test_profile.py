@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshtrain.api.train import train
 from meshtrain.compat.schedules import pass_orders
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, ProfileConfig, RunConfig
 from meshtrain.pictures.timeline import Lane
 from meshtrain.profiling.files import PROFILE_NAME, ProfileSummary, read_summary
-from meshtrain.profiling.hook import profile_hooks
 from meshtrain.profiling.report import bubble
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from tests.profiling.profiled import (
@@ -28,7 +28,7 @@ from tests.profiling.profiled import (
     train_profiled,
 )
 from tests.ranks import run_on_ranks
-from tests.training.runs import Mesh, build_plan, build_run, poison_gradient, read_checkpoint, steps_of, train_here
+from tests.training.runs import Mesh, build_plan, build_run, poison_gradient, read_checkpoint, steps_of
 
 MICROBATCHES = 4
 PASSES = {
@@ -196,7 +196,7 @@ class Stopping(Hook):
 
 def train_to_a_stop(config: RunConfig) -> str:
     with redirect_stdout(StringIO()) as printed:
-        train_here(config, [*profile_hooks(config), Stopping()])
+        train(config, [Stopping()])
     return printed.getvalue()
 
 
