@@ -22,7 +22,7 @@ from meshtrain.errors import Problem, TrainingStopped, reason_of
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.pictures.timeline import Lane, Span, Timeline
 from meshtrain.profiling.files import PROFILE_NAME, ProfiledRank, ProfileSummary, summary_path
-from meshtrain.profiling.report import show_profile
+from meshtrain.profiling.lines import show_profile
 from meshtrain.profiling.stopwatch import Stopwatch
 from meshtrain.profiling.tracer import TracedStep, Tracer
 from meshtrain.runtime.agreement import gather_objects

@@ -17,7 +17,7 @@ from meshtrain.compat.schedules import pass_orders
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, ProfileConfig, RunConfig
 from meshtrain.pictures.timeline import Lane
 from meshtrain.profiling.files import PROFILE_NAME, ProfileSummary, read_summary
-from meshtrain.profiling.report import bubble
+from meshtrain.profiling.lines import bubble
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from tests.profiling.profiled import (
     measured_messages,
