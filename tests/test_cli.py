@@ -15,7 +15,7 @@ from meshtrain.cli import SECONDS_FOR_RANK_0
 
 RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
 MOST_CPU_SECONDS = 0.5
-VERBS = ("train", "check", "plan", "export", "corpus", "tokenize", "generate", "schema")
+VERBS = ("train", "check", "plan", "export", "corpus", "tokenize", "generate", "report", "schema")
 
 
 def meshtrain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,9 +17,9 @@ as a failure and start the run again. A restart is right where only another proc
 SIGTERM, because its machine goes away: a process that stops for that reason ends with 75 under
 torchrun too.
 
-app.py             the typer application, and arguments that several commands take
+app.py             the typer application, and what several commands share
 data_commands.py   commands for text: corpora, tokens, tokenizers, samples
-model_commands.py  commands for the results of a run: checkpoints, models, generated text
+model_commands.py  commands for the results of a run: report, checkpoints, models, text
 run_commands.py    commands for a run: train, check, verify, plan, schema
 """
 

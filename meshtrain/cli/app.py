@@ -1,4 +1,4 @@
-"""The typer application that holds the commands, and arguments that several commands take."""
+"""The typer application that holds the commands, and what several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from meshtrain import console
+from meshtrain.errors import ConfigError
 
 # rich's help panels and tracebacks are off: they take longer to load than everything else here.
 app = typer.Typer(
@@ -42,3 +43,24 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None: ...
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Check before the work that its result can be written to a file.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    try:
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option}: {file.parent} is not a directory", "create it, or choose another one")
+        if file.is_dir():
+            # An empty name means the current directory.
+            raise ConfigError(f"{option}: {file} is a directory", "pass the name of a file")
+        is_new = not file.exists()
+        # Only an attempt shows it: a file system may be read-only, or may not allow such names.
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror})", "choose another file") from error
+    if is_new:
+        file.unlink()

@@ -1,4 +1,4 @@
-"""The commands for the results of a run: checkpoints, ordinary models, generated text."""
+"""The commands for the results of a run: report, checkpoints, ordinary models, generated text."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from meshtrain import console
-from meshtrain.cli.app import app, checkpoint_app
+from meshtrain.cli.app import app, check_writable, checkpoint_app
 
 DtypeOption = Annotated[
     Literal["original", "float32", "bfloat16", "float16"],
@@ -17,6 +17,24 @@ DtypeOption = Annotated[
 def _argument(metavar: str, text: str) -> Any:
     """Return a required argument with its help."""
     return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+@app.command()
+def report(
+    run_directory: Annotated[Path, _argument("RUN_DIRECTORY", "The directory of a run, which may still be running.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts, in one HTML file.")
+    ] = None,
+) -> None:
+    """Show what a run did.
+
+    Losses, speed, memory, time, checkpoints, restarts and bad steps; predicted against measured.
+    """
+    from meshtrain.profiling.report.command import show_report
+
+    if html is not None:
+        check_writable("--html", html)
+    show_report(run_directory, html)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from meshtrain import console
-from meshtrain.cli.app import Overrides, RunFile, app
+from meshtrain.cli.app import Overrides, RunFile, app, check_writable
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.exit_codes import DOES_NOT_FIT, NOT_PROVEN, RESTART
 
@@ -44,7 +44,8 @@ def train(
 
     config = load_run(run, overrides or ())
     if processes is not None:
-        raise typer.Exit(_start_processes(run, overrides or (), processes, max_restarts or 0))
+        arguments = ["train", str(run), *(overrides or ())]
+        raise typer.Exit(_start_processes(arguments, processes, max_restarts=max_restarts or 0))
     from meshtrain.api.train import train as train_run
     from meshtrain.runtime.environment import must_end_with_0
     from meshtrain.training.run import Ending
@@ -54,8 +55,8 @@ def train(
         raise typer.Exit(RESTART)
 
 
-def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_restarts: int) -> int:
-    """Train in several processes, and return the exit code.
+def _start_processes(arguments: Sequence[str], processes: str, *, max_restarts: int = 0) -> int:
+    """Run a command of meshtrain in several processes, and return the exit code.
 
     Raises:
         ConfigError: if this number of processes is not possible.
@@ -76,7 +77,7 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
             "--processes gpus: this machine has no GPU",
             "pass the number of processes to start on its CPU, as in --processes 4",
         )
-    command = [sys.executable, "-u", "-m", "meshtrain", "train", str(run), *overrides]
+    command = [sys.executable, "-u", "-m", "meshtrain", *arguments]
     return run_workers(command, number, max_restarts=max_restarts)
 
 
@@ -131,7 +132,7 @@ def verify(
     table = table or (Path("coverage.md") if models else None)
     for option, file in (("--json", json_file), ("--table", table)):
         if file is not None:
-            _check_writable(option, file)
+            check_writable(option, file)
     if run is None:
         from meshtrain.verify.classes import verify_models
 
@@ -147,27 +148,6 @@ def verify(
         proven = verify_run(resolve_run(config), json_file)
     if not proven:
         raise typer.Exit(NOT_PROVEN)
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Check before a long proof that its result can be written to a file.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
-    try:
-        if not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is not a directory", "create it, or choose another one")
-        if file.is_dir():
-            # An empty name means the current directory.
-            raise ConfigError(f"{option}: {file} is a directory", "pass the name of a file")
-        is_new = not file.exists()
-        # Only an attempt shows it: a file system may be read-only, or may not allow such names.
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror})", "choose another file") from error
-    if is_new:
-        file.unlink()
 
 
 @app.command()
@@ -206,6 +186,36 @@ def plan(
         console.line(dump_toml(resolved.plan).rstrip())
     else:
         show_plan(resolved)
+
+
+@app.command()
+def calibrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The .toml file to write.", show_default=False)],
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="Measure the operators of this run; else of small models.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Measure with N processes on this machine; `gpus`: one for each GPU."),
+    ] = None,
+) -> None:
+    """Measure how fast this machine is, and write its description for `plan` and `search`.
+
+    Takes at most 2 minutes. Use torchrun to measure several machines.
+    """
+    from meshtrain.config.toml import load_run
+
+    config = None if run is None else load_run(run, overrides or ())
+    if processes is not None:
+        given = [] if run is None else [str(run), *(overrides or ())]
+        raise typer.Exit(_start_processes(["calibrate", str(file), *given], processes))
+    from meshtrain.planning.calibration.command import calibrate as measure
+
+    measure(file, config)
 
 
 @app.command()

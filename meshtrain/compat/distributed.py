@@ -28,6 +28,21 @@ Holds: torch 2.11 to 2.13.
 """
 
 
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather the parts of all processes into one tensor.
+
+Why: torch 2.13 has renamed the function, and warns about the old name.
+Holds: torch 2.11 to 2.13.
+"""
+
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum a tensor over all processes, and leave its part to each.
+
+Why: torch 2.13 has renamed the function, and warns about the old name.
+Holds: torch 2.11 to 2.13.
+"""
+
+
 def device_types(group: dist.ProcessGroup) -> set[str]:
     """Return the kinds of devices that a process group has a backend for, such as {"cpu", "cuda"}.
 

@@ -33,6 +33,13 @@ Why: those of the functional collectives are private.
 Holds: torch 2.11 to 2.13.
 """
 
+QUERIES = ("prim",)
+"""The namespaces of the operators that only ask for a property, such as the device.
+
+Why: fake tensors answer with an operator, and others do not.
+Holds: torch 2.11 to 2.13.
+"""
+
 WAITS = ("wait_tensor", "barrier", "monitored_barrier_")
 """The operators of `MESSAGES` that move no data.
 
@@ -44,6 +51,27 @@ BUFFERED = ("_allgather_base_", "_reduce_scatter_base_", "recv_")
 """The operators whose arguments FSDP2 and torch's schedules allocate for messages alone.
 
 Why: the names under the public collectives are private.
+Holds: torch 2.11 to 2.13.
+"""
+
+GATHERED = "split_with_sizes_copy"
+"""The first operator of FSDP2 that needs a gathered message.
+
+Why: FSDP2 awaits the message on a stream, and no operator shows it.
+Holds: torch 2.11 to 2.13.
+"""
+
+ATTENTION = "scaled_dot_product"
+"""What the names of the operators of attention have in common.
+
+Why: the operators under the public function are private.
+Holds: torch 2.11 to 2.13.
+"""
+
+LOOKUPS = ("embedding", "gather", "index", "index_select")
+"""The operators that read a part of their first argument.
+
+Why: no property of an operator tells it.
 Holds: torch 2.11 to 2.13.
 """
 
@@ -208,6 +236,25 @@ def name_of(func: Any) -> tuple[str, str]:
     return namespace, name
 
 
+def full_name_of(func: Any) -> str:
+    """Return the name of an operator by which `operator_of` finds it, such as "aten.mm.default".
+
+    Why: an operator cannot be pickled, and only its string has all parts of its name.
+    Holds: torch 2.11 to 2.13.
+    """
+    return str(func)
+
+
+def operator_of(full_name: str) -> Any:
+    """Return the operator of a name that `full_name_of` has returned.
+
+    Why: torch has no public function for it.
+    Holds: torch 2.11 to 2.13.
+    """
+    namespace, packet, overload = full_name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
 def shown_name(name: str) -> str:
     """Return the name of an operator that sends messages as people know it, such as "allgather".
 
@@ -215,6 +262,17 @@ def shown_name(name: str) -> str:
     Holds: torch 2.11 to 2.13.
     """
     return name.strip("_").removesuffix("_base")
+
+
+def message_kind(name: str) -> str:
+    """Return all_reduce, all_gather, reduce_scatter, or `send` for all other messages.
+
+    Why: an operation has one name in c10d and another among the functional collectives.
+    Holds: torch 2.11 to 2.13.
+    """
+    plain = name.replace("_", "")
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    return next((kind for kind in kinds if plain.startswith(kind.replace("_", ""))), "send")
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:

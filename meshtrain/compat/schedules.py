@@ -1,6 +1,6 @@
-"""The order in which torch's pipeline schedules compute."""
+"""The order in which torch's pipeline schedules compute, send and wait."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,45 @@ class Pass(NamedTuple):
     microbatch: int
 
 
+class Border(NamedTuple):
+    """What crosses a border between stages for one microbatch.
+
+    Attributes:
+        phase: forward or backward.
+        stage: index of the stage that sends it.
+        microbatch: counted from 0.
+
+    Why: the actions of torch's schedules that send and receive are private.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    phase: str
+    stage: int
+    microbatch: int
+
+    @property
+    def receiver(self) -> int:
+        """Return the index of the stage that receives it."""
+        return self.stage + (1 if self.phase == FORWARD else -1)
+
+
+class Instruction(NamedTuple):
+    """One instruction of a process in a step: a pass, or messages to post or to await.
+
+    Attributes:
+        do: `compute`, `send`, `receive` or `await`.
+        computed: the pass.
+        messages: that are sent, received or awaited.
+
+    Why: the actions of torch's schedules are private, and 1F1B and GPipe have none.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    do: Literal["compute", "send", "receive", "await"]
+    computed: Pass | None = None
+    messages: tuple[Border, ...] = ()
+
+
 class _Stage:
     """What a schedule asks of a stage before it runs."""
 
@@ -63,12 +102,149 @@ def pass_orders(schedule: str, owners: list[int], num_microbatches: int) -> list
         ValueError: if the schedule refuses this number.
     """
     pp = max(owners) + 1
-    kind = get_schedule_class(schedule)
-    if not issubclass(kind, PipelineScheduleMulti):
+    built = _built(schedule, owners, num_microbatches)
+    if built is None:
         return [_single(schedule, rank, pp, num_microbatches) for rank in range(pp)]
-    stages: Any = [_Stage(stage, len(owners), pp) for stage, owner in enumerate(owners) if owner == 0]
-    built = kind(stages, num_microbatches, loss_fn=lambda output, target: output)
     return [_passes(built.pipeline_order[rank]) for rank in range(pp)]
+
+
+def instructions(schedule: str, owners: list[int], num_microbatches: int) -> list[list[Instruction]]:
+    """Return what every process of a pipeline computes, sends and awaits in a step, in order.
+
+    Why: only a private attribute of torch's schedules has it, and 1F1B and GPipe only have code.
+    Holds: torch 2.11 to 2.13.
+
+    Args:
+        schedule: its name.
+        owners: the process of each stage.
+        num_microbatches: of a step.
+
+    Raises:
+        ValueError: if the schedule refuses this number.
+    """
+    pp = max(owners) + 1
+    built = _built(schedule, owners, num_microbatches)
+    if built is not None:
+        return [_lowered(built.pipeline_order_with_comms[rank], owners) for rank in range(pp)]
+    make = _gpipe if schedule == "GPipe" else _one_forward_one_backward
+    return [make(rank, pp, num_microbatches) for rank in range(pp)]
+
+
+def _built(schedule: str, owners: list[int], num_microbatches: int) -> Any:
+    """Return torch's schedule if it has several stages on a process, otherwise None."""
+    kind: Any = get_schedule_class(schedule)
+    if not issubclass(kind, PipelineScheduleMulti):
+        return None
+    pp = max(owners) + 1
+    stages = [_Stage(stage, len(owners), pp) for stage, owner in enumerate(owners) if owner == 0]
+    return kind(stages, num_microbatches, loss_fn=lambda output, target: output)
+
+
+class _Program:
+    """The instructions of a process with one stage."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self.done: list[Instruction] = []
+        self._stage, self._num_stages = stage, num_stages
+
+    def received(self, phase: str, microbatch: int) -> tuple[Border, ...]:
+        """Return what the stage needs for a pass."""
+        sender = self._stage + (-1 if phase == FORWARD else 1)
+        return (Border(phase, sender, microbatch),) if 0 <= sender < self._num_stages else ()
+
+    def sent(self, phase: str, microbatch: int) -> tuple[Border, ...]:
+        """Return what the stage hands on after a pass."""
+        message = Border(phase, self._stage, microbatch)
+        return (message,) if 0 <= message.receiver < self._num_stages else ()
+
+    def compute(self, phase: str, microbatch: int) -> None:
+        """Add a pass."""
+        self.done.append(Instruction("compute", Pass(phase, self._stage, microbatch)))
+
+    def post(self, sent: tuple[Border, ...], received: tuple[Border, ...] = ()) -> tuple[Border, ...]:
+        """Add messages to send and to receive, and return all of them."""
+        self.done += [Instruction("send", messages=sent)] if sent else []
+        self.done += [Instruction("receive", messages=received)] if received else []
+        return sent + received
+
+    def wait(self, messages: tuple[Border, ...]) -> None:
+        """Add the wait for messages."""
+        self.done += [Instruction("await", messages=messages)] if messages else []
+
+
+def _gpipe(rank: int, pp: int, num_microbatches: int) -> list[Instruction]:
+    """Return the instructions of `ScheduleGPipe._step_microbatches`."""
+    program = _Program(rank, pp)
+    for phase in (FORWARD, BACKWARD):
+        sent: tuple[Border, ...] = ()
+        for microbatch in range(num_microbatches):
+            program.wait(program.post((), program.received(phase, microbatch)))
+            program.compute(phase, microbatch)
+            sent += program.post(program.sent(phase, microbatch))
+        program.wait(sent)
+    return program.done
+
+
+def _one_forward_one_backward(rank: int, pp: int, num_microbatches: int) -> list[Instruction]:
+    """Return the instructions of `Schedule1F1B._step_microbatches`."""
+    program = _Program(rank, pp)
+    ahead = min(num_microbatches, pp - rank)
+    posted: tuple[Border, ...] = ()
+    for microbatch in range(ahead):
+        program.wait(program.post((), program.received(FORWARD, microbatch)))
+        program.compute(FORWARD, microbatch)
+        program.wait(posted)
+        posted = program.post(program.sent(FORWARD, microbatch)) if microbatch < ahead - 1 else ()
+    for microbatch in range(num_microbatches - ahead + 1):
+        # Send and receive are posted together.
+        program.wait(
+            program.post(program.sent(FORWARD, microbatch + ahead - 1), program.received(BACKWARD, microbatch))
+        )
+        program.compute(BACKWARD, microbatch)
+        if microbatch + ahead < num_microbatches:
+            following = program.received(FORWARD, microbatch + ahead)
+            program.wait(program.post(program.sent(BACKWARD, microbatch), following))
+            program.compute(FORWARD, microbatch + ahead)
+    posted = program.post(program.sent(BACKWARD, num_microbatches - ahead))
+    for microbatch in range(num_microbatches - ahead + 1, num_microbatches):
+        program.wait(program.post((), program.received(BACKWARD, microbatch)))
+        program.compute(BACKWARD, microbatch)
+        program.wait(posted)
+        posted = program.post(program.sent(BACKWARD, microbatch))
+    program.wait(posted)
+    return program.done
+
+
+# Action of torch -> what to do, phase, and the stage that sends relative to that of the action.
+_MESSAGES: dict[_ComputationType, tuple[Literal["send", "receive"], str, int]] = {
+    _ComputationType.SEND_F: ("send", FORWARD, 0),
+    _ComputationType.RECV_F: ("receive", FORWARD, -1),
+    _ComputationType.SEND_B: ("send", BACKWARD, 0),
+    _ComputationType.RECV_B: ("receive", BACKWARD, 1),
+}
+
+
+def _lowered(actions: list[_Action | None], owners: list[int]) -> list[Instruction]:
+    """Return the instructions of `_PipelineScheduleRuntime._step_microbatches`."""
+    found: list[Instruction] = []
+    sent: tuple[Border, ...] = ()
+    for action in actions:
+        for part in (action.sub_actions or (action,)) if action is not None else ():
+            stage, microbatch, kind = part.stage_index, part.microbatch_index, part.computation_type
+            if kind in _MESSAGES:
+                assert microbatch is not None
+                do, phase, distance = _MESSAGES[kind]
+                message = Border(phase, stage + distance, microbatch)
+                sent += (message,) if do == "send" else ()
+                found.append(Instruction(do, messages=(message,)))
+            elif kind in _PASSES:
+                assert microbatch is not None
+                computed = Pass(_PASSES[kind], stage, microbatch)
+                sender = stage + {FORWARD: -1, BACKWARD: 1, WEIGHTS: 0}[computed.phase]
+                if 0 <= sender < len(owners) and owners[sender] != owners[stage]:
+                    found.append(Instruction("await", messages=(Border(computed.phase, sender, microbatch),)))
+                found.append(Instruction("compute", computed))
+    return [*found, Instruction("await", messages=sent)] if sent else found
 
 
 def _single(schedule: str, rank: int, pp: int, num_microbatches: int) -> list[Pass]:

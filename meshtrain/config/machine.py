@@ -1,10 +1,76 @@
-"""The description of a machine that a plan is sized for."""
+"""The description of a machine that a plan is sized for: its memory, and how fast it is."""
 
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from meshtrain.config.settings import Fraction, Positive, Settings
+from meshtrain.config.settings import Count, Fraction, Positive, Settings
+from meshtrain.errors import ConfigError
+
+NotNegativeNumber = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+Number = Annotated[float, Field(gt=0.0, le=1e24, allow_inf_nan=False)]
+
+
+def _ascending(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    for (x, _), (following, _) in pairwise(points):
+        if following <= x:
+            raise ConfigError(f"expected ascending sizes, found {following:g} after {x:g}", "sort the points")
+    return points
+
+
+# A list of points [size, value], with ascending sizes. Between two points, the logarithms of both
+# are interpolated.
+Curve = Annotated[
+    list[Annotated[tuple[Number, Number], Field(strict=False)]], Field(min_length=1), AfterValidator(_ascending)
+]
+
+
+class LinkConfig(Settings):
+    """A connection between processes."""
+
+    gb_per_second: Positive
+    """Bandwidth of one process in one direction, in 10^9 bytes per second."""
+    seconds: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)]
+    """Time until the first byte arrives, in seconds."""
+
+
+class SpeedConfig(Settings):
+    """How fast a machine computes and sends."""
+
+    processes_per_host: Count
+    """Number of processes on one host, usually one for each accelerator."""
+    is_asynchronous: bool
+    """Whether the host goes on while the accelerator computes, and messages travel at the same
+    time. True for GPUs, False for a CPU."""
+    operator_seconds: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+    """Time that the host needs to start one operator, in seconds. An accelerator cannot be faster
+    than that; on a CPU it is added."""
+    peak_tflops: dict[str, Positive]
+    """Number format -> highest rate of matrix products, in 10^12 operations per second. MFU is
+    relative to it."""
+    matmul_efficiency: Curve
+    """Points [operations of a matrix product, part of `peak_tflops` that it reaches]."""
+    attention_efficiency: Curve
+    """Points [operations of attention, part of `peak_tflops` that it reaches]."""
+    memory_gb_per_second: Curve
+    """Points [bytes that an operator reads and writes, 10^9 bytes per second], for operators other
+    than matrix products and attention."""
+    within_host: LinkConfig
+    """The connection of processes on one host."""
+    between_hosts: LinkConfig
+    """The connection of processes on different hosts."""
+    host_memory_gb_per_second: Positive
+    """Bandwidth of the host's memory for one process, in 10^9 bytes per second. With
+    `shard.offload`, the optimizer runs there."""
+    host_link_gb_per_second: Positive
+    """Bandwidth between host and accelerator in one direction, in 10^9 bytes per second."""
+    operators: dict[str, Curve] = {}
+    """Measured operators: "name dtype" -> points [operations or bytes, seconds]. Operations count
+    for matrix products and attention, bytes for all others. Replaces the rates above."""
+    messages: dict[str, dict[str, Curve]] = {}
+    """Measured messages: name -> number of processes -> points [bytes, seconds]. Replaces
+    `within_host` for groups on one host."""
 
 
 class MachineConfig(Settings):
@@ -12,12 +78,33 @@ class MachineConfig(Settings):
 
     memory_gib: Positive
     """Memory of one accelerator that torch can allocate, in GiB."""
-    reserved_gib: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+    reserved_gib: NotNegativeNumber
     """Memory that is in use besides tensors, in GiB: the context of CUDA, the buffers of NCCL, the
     workspace of cuBLAS."""
     fragmentation: Fraction
     """Memory that torch's allocator holds in unusable pieces, as a fraction of the peak."""
     source: str
     """Where these numbers come from."""
-    measured: bool = False
-    """Whether they were measured with meshtrain."""
+    measured: list[str] = []
+    """Names of the constants that were measured with meshtrain. All others are estimates."""
+    sources: dict[str, str] = {}
+    """Name of a constant -> where it comes from, where that is not `source`."""
+    speed: SpeedConfig | None = None
+    """How fast the machine is. Without this table, no seconds are predicted."""
+
+    @model_validator(mode="after")
+    def _names_its_constants(self) -> Self:
+        known = self.constants()
+        for name in [*self.measured, *self.sources]:
+            if name not in known:
+                raise ConfigError(f"{name!r} is not a constant of the file", f"there are {', '.join(known)}")
+        return self
+
+    def constants(self) -> list[str]:
+        """Return the names of all constants of the file."""
+        speed = () if self.speed is None else (f"speed.{name}" for name in SpeedConfig.model_fields)
+        return ["memory_gib", "reserved_gib", "fragmentation", *speed]
+
+    def not_measured(self) -> list[str]:
+        """Return the names of the constants that were not measured."""
+        return [name for name in self.constants() if name not in self.measured]

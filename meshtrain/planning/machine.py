@@ -72,6 +72,10 @@ def shipped_machines() -> dict[str, Path]:
 def _this_cpu(world_size: int) -> Machine:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     config = MachineConfig(
-        memory_gib=total / world_size, reserved_gib=0.0, fragmentation=0.0, source="this machine", measured=True
+        memory_gib=total / world_size,
+        reserved_gib=0.0,
+        fragmentation=0.0,
+        source="this machine",
+        measured=["memory_gib", "reserved_gib", "fragmentation"],
     )
     return Machine(CPU, config, CPU_GRANULARITY, is_cpu=True)

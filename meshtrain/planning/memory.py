@@ -20,7 +20,7 @@ class Moment:
         phase: forward, backward, optimizer and so on.
         stage: index of the pipeline stage, if one computes.
         microbatch: counted from 0, if one is computed.
-        place: as in `Change`.
+        place: as in `Action`.
     """
 
     phase: str
@@ -81,7 +81,7 @@ def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
             index = int(rises.argmax())
             peak = int(rises[index])
             at_peak = level + action.by_role(index + 1)
-            moment = Moment(action.phase, action.stage, action.microbatch, action.places[index])
+            moment = Moment(action.phase, action.stage, action.microbatch, action.place)
         level = level + action.by_role()
         host = max(host, int(level[away].sum()))
         gradients = max(gradients, int(level[ROLES.index(Role.GRADIENTS)]))

@@ -7,6 +7,7 @@ from meshtrain.planning.machine import GIB, Machine
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.simulation.pipeline import Simulation
 from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.planning.totals import Totals
 
 # Column -> the roles that it sums.
@@ -60,6 +61,33 @@ def show_totals(totals: Sequence[Totals], width: int) -> None:
     console.table("Work of a process in a step", ["ranks", "TFLOP"], flops)
 
 
+def show_time(time: StepTime | None, machine: Machine) -> None:
+    """Print how long a step takes, and where the time goes."""
+    if time is None:
+        console.line(f"How long a step takes is not known: {machine.name} has no table [speed].")
+        return
+    rows = [
+        (axis, gib(times.num_bytes), _seconds(times.seconds), _seconds(times.exposed_seconds))
+        for axis, times in sorted(time.replay.axes.items())
+    ]
+    if rows:
+        columns = ["axis", "GiB", "seconds", "exposed seconds"]
+        console.table("Messages of a process in a step, where they cost most", columns, rows)
+    has_stages = len(time.replay.timeline.lanes) > 1
+    bubble = f", {time.replay.bubble:.1%} of it waiting for other stages" if has_stages else ""
+    console.line(
+        f"A step takes {_seconds(time.seconds)} s{bubble}: {time.tokens_per_second:,.0f} tokens per second and "
+        f"process, MFU {time.mfu:.1%} of {time.peak_tflops:,.4g} TFLOP/s."
+    )
+    estimates = [name.removeprefix("speed.") for name in machine.config.not_measured() if name.startswith("speed.")]
+    if estimates:
+        console.line(f"Not measured, but taken from datasheets or assumed: {', '.join(estimates)}.")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.4g}"
+
+
 def verdict(uses: Sequence[MemoryUse], machine: Machine, width: int) -> tuple[bool, str]:
     """Return whether every process fits, and a line that says so."""
     rank = max(range(len(uses)), key=lambda index: uses[index].peak_bytes)
@@ -80,7 +108,7 @@ def _besides(machine: Machine) -> str:
     config = machine.config
     if not (config.reserved_gib or config.fragmentation):
         return ""
-    known = "Besides tensors" if config.measured else "Assumed, not measured"
+    known = "Assumed, not measured" if "reserved_gib" in config.not_measured() else "Besides tensors"
     return (
         f" {known}: {config.reserved_gib:g} GiB for CUDA and NCCL, and {config.fragmentation:.0%} of the peak that "
         "torch's allocator holds in pieces."

@@ -5,4 +5,5 @@ hook: measures a few steps of a run, and writes their profile.
 stopwatch: times of the phases of a step. tracer: the trace of one step.
 trace, messages, peak: what the events of a trace say.
 lines: what is printed of a profile. comparison: predicted beside measured numbers.
+report: the report of a run.
 """

@@ -7,7 +7,7 @@ from statistics import fmean, median_low
 
 from meshtrain import console
 from meshtrain.config.reading import shown_path
-from meshtrain.pictures.timeline import Timeline
+from meshtrain.pictures.pipeline_lanes import bubble
 from meshtrain.planning.report import gib
 from meshtrain.profiling.files import ProfileSummary
 
@@ -43,17 +43,9 @@ def profile_lines(summary: ProfileSummary) -> list[str]:
         f"Measured step: {median_low(summary.step_seconds):.3f} s{f', median of {number}' if number > 1 else ''}",
         f"Measured peak memory: {gib(fullest.peak_bytes)} GiB, on rank {fullest.rank}",
     ]
-    share = bubble(summary.timeline)
-    return [*lines, f"Bubble: {share:.1%} of the step, in which pipeline processes wait"] if share else lines
-
-
-def bubble(timeline: Timeline) -> float:
-    """Return the share of a step in which the processes of a pipeline wait for each other."""
-    waits = sum(
-        span.end_seconds - span.begin_seconds for lane in timeline.lanes for span in lane.spans if span.kind == "wait"
-    )
-    whole = timeline.seconds * len(timeline.lanes)
-    return waits / whole if whole else 0.0
+    waits = any(span.kind == "wait" for lane in summary.timeline.lanes for span in lane.spans)
+    share = f"Bubble: {bubble(summary.timeline):.1%} of the time of the pipeline, in which nothing is computed"
+    return [*lines, share] if waits else lines
 
 
 def _message_rows(summary: ProfileSummary, exposed: Sequence[Mapping[str, float]]) -> list[tuple[str, ...]]:

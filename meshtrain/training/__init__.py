@@ -4,6 +4,7 @@ Set up a run
     run: a training run from its configuration to its end.
     resolve: the model and the plan of a run, and the check that they fit together.
     report: the tables of a resolved run.
+    files: names of the files of a run directory.
     directory: the files of the run directory, and the check that they belong to the run.
     lock: the lock that keeps other runs out of the folders of a run.
     beginning: the check that a run without a checkpoint may begin at step 0.

@@ -10,7 +10,8 @@ from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import failing_together, is_first_rank
 from meshtrain.runtime.location import Location
-from meshtrain.training.directory import METRICS_NAME, SAVED_KEY, checkpoints_root, metrics_lines
+from meshtrain.training.directory import checkpoints_root, metrics_lines
+from meshtrain.training.files import METRICS_NAME, SAVED_KEY
 
 
 def begin_at_step_0(config: RunConfig) -> None:

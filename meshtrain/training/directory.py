@@ -3,9 +3,10 @@
 RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
+RUN/prediction.json     what was predicted for a step, see meshtrain.profiling.files
+RUN/profile/            what was measured in a few steps, see meshtrain.profiling.hook
 RUN/tensorboard/        the same for TensorBoard
 RUN/failure.json        why the run ended, if it failed; removed once the run trains again
-RUN/profile/            what was measured in a few steps, see meshtrain.profiling.hook
 RUN/flight_recorder/    the latest collectives of every process, if one vanished or hung
 RUN/checkpoints/step-N  a checkpoint, see meshtrain.checkpoint.storage.directory; if
                         checkpoint.directory is set, checkpoints are stored there instead
@@ -30,10 +31,8 @@ from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError, Problem, reason_of
 from meshtrain.runtime.location import Location
+from meshtrain.training.files import METRICS_NAME, PLAN_NAME, RUN_NAME
 
-RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
-SAVED_KEY = "checkpoint"
-"""Key in metrics.jsonl: location of a checkpoint, written when the checkpoint is complete."""
 # Keys that may change between a stop and a resume. They set how the run is laid out, shown and
 # saved, and how long it is. All other keys decide what is learned. Two keys need a reason:
 # - bad_steps: before the first bad step, every policy learns the same. The checkpoint records which

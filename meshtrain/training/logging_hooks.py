@@ -7,7 +7,7 @@ from meshtrain import console
 from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.config.reading import shown_path
 from meshtrain.console import TrainingProgress
-from meshtrain.training.directory import METRICS_NAME, SAVED_KEY
+from meshtrain.training.files import METRICS_NAME, SAVED_KEY
 from meshtrain.training.history import name_samples
 from meshtrain.training.hooks import NOTHING, Hook, Metrics, RunState
 from meshtrain.training.metrics import MetricsWriter

@@ -21,7 +21,8 @@ from meshtrain.config.reading import shown_path
 from meshtrain.console import TrainingProgress
 from meshtrain.data.cache import write_atomically
 from meshtrain.runtime.agreement import is_first_rank
-from meshtrain.training.directory import METRICS_NAME, metrics_lines
+from meshtrain.training.directory import metrics_lines
+from meshtrain.training.files import METRICS_NAME
 
 TENSORBOARD_NAME = "tensorboard"
 AVERAGED = (

@@ -10,9 +10,8 @@ from typing import Any
 
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import TrainingStopped
-from meshtrain.planning.command import simulated_run
-from meshtrain.planning.machine import find_machine
 from meshtrain.planning.memory import memory_use
+from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.totals import totals_of
 from meshtrain.profiling.files import PROFILE_NAME, ProfileSummary, read_summary
@@ -72,7 +71,7 @@ def predicted(config: RunConfig) -> list[tuple[Messages, int]]:
 
 def _simulated(config: RunConfig) -> list[tuple[Messages, int]]:
     size = world_size(config)
-    run = simulated_run(resolve_run(config, size), find_machine("cpu", size))
+    run = simulated_run(resolve_run(config, size), on_gpus=False)
     profiles = [simulate_rank(run, rank) for rank in range(size)]
     return [(totals_of(profile.work()).messages, memory_use(profile).peak_bytes) for profile in profiles]
 

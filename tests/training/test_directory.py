@@ -6,7 +6,8 @@ import pytest
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError
-from meshtrain.training.directory import RUN_NAME, changed_length, check_directory, decisive
+from meshtrain.training.directory import changed_length, check_directory, decisive
+from meshtrain.training.files import RUN_NAME
 from tests.training.runs import build_run
 
 

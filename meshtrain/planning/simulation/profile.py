@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshtrain.compat.schedules import Pass
-from meshtrain.planning.simulation.recorder import HEAD, Change, Place, Recorder, Role, Work
+from meshtrain.planning.simulation.recorder import HEAD, Change, Place, Recorder, Role, Work, total_work
 
 ROLES = tuple(Role)
 # Phases in which a microbatch goes forward.
@@ -24,19 +24,19 @@ class ActionProfile:
         phase: as in `Activity`.
         stage: index of the pipeline stage, if one computes.
         microbatch: counted from 0, if one is computed.
+        place: as in `Action`.
         changes: (events,) int64: bytes that begin or end.
         roles: (events,) index into `ROLES` of each change.
-        places: (events,) where each change began, as in `Change`.
-        work: how often each kind of operator ran, without messages between stages.
+        work: as in `Action`, without messages between stages.
     """
 
     phase: str
     stage: int | None
     microbatch: int | None
+    place: Place
     changes: np.ndarray
     roles: np.ndarray
-    places: tuple[Place, ...]
-    work: Counter[Work]
+    work: tuple[Counter[Work] | Work, ...]
 
     def with_change(self, num_bytes: int, role: Role) -> "ActionProfile":
         """Return the action with one more change at its end."""
@@ -44,7 +44,6 @@ class ActionProfile:
             self,
             changes=np.append(self.changes, num_bytes),
             roles=np.append(self.roles, ROLES.index(role)),
-            places=(*self.places, None),
         )
 
     def moved(self, stage: int, microbatch: int) -> "ActionProfile":
@@ -74,7 +73,7 @@ class RankProfile:
 
     def work(self) -> Counter[Work]:
         """Return how often each kind of operator runs in the step."""
-        return sum((action.work for action in self.actions), Counter(self.between_stages))
+        return self.between_stages + total_work(work for action in self.actions for work in action.work)
 
     def with_passes(self, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> "RankProfile":
         """Return the step of a process with like stages, and with another number of microbatches.
@@ -88,7 +87,7 @@ class RankProfile:
             passes: of that process.
             stages: its stage -> the stage of this process that is like it.
         """
-        before, known, behind = self._parts()
+        before, known, behind = self.parts()
         actions = [self._scaled(action, number) for action in before]
         last = {microbatch: index for index, (_, _, microbatch) in enumerate(passes)}
         extra = self._left_by_middle(known) if number > self.num_microbatches else 0
@@ -123,9 +122,9 @@ class RankProfile:
 
     def passes(self) -> list[Pass]:
         """Return the passes of microbatches through the stages of the process, in order."""
-        return list(self._parts()[1])
+        return list(self.parts()[1])
 
-    def _parts(
+    def parts(
         self,
     ) -> tuple[list[ActionProfile], dict[Pass, list[ActionProfile]], list[ActionProfile]]:
         """Return what comes before the microbatches, the passes of microbatches, and the rest.
@@ -153,41 +152,43 @@ class RankProfile:
 def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:
     """Return the profile of the step that a recorder has seen."""
     ends = {
-        change.storage: index
-        for index, action in enumerate(recorder.actions)
+        change.storage: action.section
+        for action in recorder.actions
         for change in action.changes
         if change.num_bytes < 0
     }
-    between_stages: Counter[Work] = Counter()
-    actions = []
-    for action in recorder.actions:
-        messages = Counter({work: number for work, number in action.work.items() if work.name in BETWEEN_STAGES})
-        between_stages += messages
-        actions.append(
-            ActionProfile(
-                action.phase,
-                action.stage,
-                action.microbatch,
-                np.array([change.num_bytes for change in action.changes], dtype=np.int64),
-                np.array([_role_index(recorder, change, ends) for change in action.changes], dtype=np.int64),
-                tuple(change.place for change in action.changes),
-                action.work - messages,
-            )
+    phases = {action.section: action.phase for action in recorder.actions}
+    actions = [
+        ActionProfile(
+            action.phase,
+            action.stage,
+            action.microbatch,
+            action.place,
+            np.array([change.num_bytes for change in action.changes], dtype=np.int64),
+            np.array([_role_index(recorder, change, ends, phases) for change in action.changes], dtype=np.int64),
+            tuple(work for work in action.work if not _is_between_stages(work)),
         )
-    return RankProfile(tuple(actions), num_microbatches, between_stages)
+        for action in recorder.actions
+    ]
+    between = (work for action in recorder.actions for work in action.work if _is_between_stages(work))
+    return RankProfile(tuple(actions), num_microbatches, total_work(between))
 
 
-def _role_index(recorder: Recorder, change: Change, ends: dict[int, int]) -> int:
+def _is_between_stages(work: Counter[Work] | Work) -> bool:
+    return isinstance(work, Work) and work.name in BETWEEN_STAGES
+
+
+def _role_index(recorder: Recorder, change: Change, ends: Mapping[int, int], phases: Mapping[int, str]) -> int:
     """Return the index in `ROLES` of what a piece of memory is for.
 
     Args:
-        ends: number of a storage -> index of the action in which it ended last.
+        ends: number of a storage -> number of the section in which it ended last.
+        phases: number of a section -> its phase.
     """
     role = recorder.roles.get(change.storage)
     if role is None and change.place == HEAD:
         role = Role.LOSS
     if role is None:
-        outlives = ends.get(change.storage, change.action + 1) > change.action
-        is_forward = recorder.actions[change.action].phase in FORWARD
-        role = Role.ACTIVATIONS if is_forward and outlives else Role.TEMPORARY
+        outlives = ends.get(change.storage, change.section + 1) > change.section
+        role = Role.ACTIVATIONS if phases[change.section] in FORWARD and outlives else Role.TEMPORARY
     return ROLES.index(role)

@@ -3,7 +3,7 @@
 import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.step import StepContext, train_step
+
+AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ class Watch:
 
     def _enter(self, activity: Activity) -> None:
         self.find_gradients()
-        self.recorder.enter(activity.phase, activity.stage, activity.microbatch)
         ends_model = activity.stage is not None and activity.stage == self._pipeline.num_stages - 1
         # The loss follows the head, and its backward pass begins with it.
-        self.recorder.place = HEAD if ends_model and activity.phase in ("after forward", "backward") else None
+        place = HEAD if ends_model and activity.phase in ("after forward", "backward") else None
+        self.recorder.enter(activity.phase, activity.stage, activity.microbatch, place)
 
     def find_gradients(self) -> None:
         """Give gradients and gathered parameters their roles."""
@@ -116,16 +118,16 @@ class Watch:
         recorder = self.recorder
 
         def begin(module: nn.Module, args: Any) -> None:
-            recorder.place = place
+            recorder.move(place)
 
         def begin_backward(gradient: Tensor) -> None:
-            recorder.place = place
+            recorder.move(place)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if recorder.actions[-1].phase != FORWARD[0]:
                 # The layer is computed again in the backward pass, which goes on in it.
                 return
-            recorder.place = behind
+            recorder.move(behind)
             for tensor in tensors_of(output)[:1]:
                 if tensor.requires_grad:
                     tensor.register_hook(begin_backward)
@@ -157,8 +159,22 @@ def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
     Raises:
         ModelError: for a class with an operator that needs values.
     """
+    return profile_of(record_rank(run, rank, Recorder), num_microbatches(run.plan, run.batch))
+
+
+def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
+    """Return a recorder that has seen the step of one process.
+
+    Args:
+        run: of which the process is a part.
+        rank: its number.
+        kind: class of the recorder.
+
+    Raises:
+        ModelError: for a class with an operator that needs values.
+    """
     try:
-        return _simulate(run, rank)
+        return _record(run, rank, kind)
     except NEEDS_VALUES as error:
         raise ModelError(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
@@ -167,7 +183,7 @@ def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
         ) from error
 
 
-def _simulate(run: SimulatedRun, rank: int) -> RankProfile:
+def _record(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
     plan = run.plan
     model = build_meta_model(
         copy.deepcopy(run.hf_config),
@@ -189,7 +205,7 @@ def _simulate(run: SimulatedRun, rank: int) -> RankProfile:
         stack.enter_context(fake)
         optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)
         optimizer.make_states()
-        recorder = Recorder(group_axes(pipeline), answers=True, granularity=run.granularity)
+        recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
         context = StepContext(
@@ -211,7 +227,7 @@ def _simulate(run: SimulatedRun, rank: int) -> RankProfile:
         stack.enter_context(recorder)
         train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
         watch.find_gradients()
-    return profile_of(recorder, num_microbatches(plan, run.batch))
+    return recorder
 
 
 def _batch(run: SimulatedRun) -> dict[str, Tensor]:

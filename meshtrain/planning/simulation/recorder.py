@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from meshtrain.compat.autograd import OperatorMode
 from meshtrain.compat.fake import (
     BUFFERED,
+    GATHERED,
+    LOOKUPS,
     MESSAGES,
+    QUERIES,
     WAITS,
     flops_of,
     group_name_of,
@@ -70,34 +73,40 @@ class Change(NamedTuple):
     Attributes:
         num_bytes: positive if it begins, negative if it ends.
         storage: number of the storage.
-        place: the layer in which it began, counted from the first of the stage; "head" after the
-            last one of the model; None elsewhere, or where it is not known.
-        action: index of the action in which it began.
+        place: where it began, as in `Action`.
+        section: number of the section in which it began, as in `Action`.
     """
 
     num_bytes: int
     storage: int
     place: Place
-    action: int
+    section: int
 
 
 @dataclass(frozen=True)
 class Action:
-    """A section of a step, such as the forward pass of a stage for a microbatch.
+    """The part of a section of a step in one layer.
+
+    A section is, for example, the forward pass of a stage for a microbatch.
 
     Attributes:
         phase: as in `Activity`: forward, backward, optimizer and so on.
         stage: index of the pipeline stage, if one computes.
         microbatch: counted from 0, if one is computed.
+        place: the layer, counted from the first of the stage; "head" after the last one of the
+            model; None elsewhere, or where it is not known.
+        section: number of the section.
         changes: of memory, in their order.
-        work: how often each kind of operator ran.
+        work: messages, and how often each kind of operator ran between them.
     """
 
     phase: str
     stage: int | None
     microbatch: int | None
+    place: Place
+    section: int
     changes: list[Change] = field(default_factory=list)
-    work: Counter[Work] = field(default_factory=Counter)
+    work: list[Counter[Work] | Work] = field(default_factory=list)
 
 
 class Recorder(OperatorMode):
@@ -106,7 +115,6 @@ class Recorder(OperatorMode):
     Attributes:
         actions: what was done, in order. The first one holds what existed before.
         roles: number of a storage -> what it is for, where that is known.
-        place: where the computation is now.
 
     It works with fake tensors and with real ones, so that a simulation can be compared with a run.
 
@@ -119,22 +127,27 @@ class Recorder(OperatorMode):
 
     def __init__(self, axes: Mapping[str, str], *, answers: bool, granularity: int = 1) -> None:
         super().__init__()
-        self.actions: list[Action] = [Action(START, None, None)]
+        self.actions: list[Action] = [Action(START, None, None, None, 0)]
         self.roles: dict[int, Role] = {}
-        self.place: Place = None
         self._axes, self._answers, self._granularity = axes, answers, granularity
         self._hidden = 0
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
 
-    def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None) -> None:
-        """Begin an action."""
-        self.actions.append(Action(phase, stage, microbatch))
+    def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None, place: Place = None) -> None:
+        """Begin a section."""
+        self.actions.append(Action(phase, stage, microbatch, place, self.actions[-1].section + 1))
+
+    def move(self, place: Place) -> None:
+        """Go on in another layer of the same section."""
+        last = self.actions[-1]
+        if place != last.place:
+            self.actions.append(Action(last.phase, last.stage, last.microbatch, place, last.section))
 
     def work(self) -> Counter[Work]:
         """Return how often each kind of operator ran."""
-        return sum((action.work for action in self.actions), Counter())
+        return total_work(work for action in self.actions for work in action.work)
 
     def hide(self, change: int) -> None:
         """Ignore operators while the sum of all changes is above 0."""
@@ -172,7 +185,7 @@ class Recorder(OperatorMode):
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        results, given = tensors_of(result), tensors_of(args)
+        results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
         on_device = [tensor for tensor in results if not tensor.is_meta]
         if (results and not on_device) or (not results and any(tensor.is_meta for tensor in given)):
             # Only shapes are computed, such as those of the messages between stages.
@@ -182,21 +195,36 @@ class Recorder(OperatorMode):
         namespace, name = name_of(func)
         if namespace in MESSAGES:
             self._record_message(name, args, [*given, *results])
-        elif not func.is_view:
-            moved = sum(map(_size, given)) + sum(map(_size, results))
+        elif not (func.is_view or namespace in QUERIES):
+            # A lookup reads as much as it returns, and not the whole table.
+            read = sum(map(_size, results if name in LOOKUPS else given))
+            moved = read + sum(map(_size, results))
             flops = flops_of(func, args, kwargs, result)
             first = given or results
-            self._count(Work(name, first[0].dtype if first else None, flops, moved, None))
+            self.count(Work(name, first[0].dtype if first else None, flops, moved, None), func, args, kwargs)
+
+    def count(self, work: Work, func: Any, args: Any, kwargs: Any) -> None:
+        """Count an operator that moves data.
+
+        Args:
+            work: what it does.
+            func: the operator.
+            args: that it was called with.
+            kwargs: that it was called with.
+        """
+        items = self.actions[-1].work
+        if not items or isinstance(items[-1], Work) or work.name == GATHERED:
+            items.append(Counter())
+        counter = items[-1]
+        assert isinstance(counter, Counter)
+        counter[work] += 1
 
     def _record_message(self, name: str, args: Any, given: list[Tensor]) -> None:
         if name in WAITS:
             return
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
-        self._count(message_of(name, args, given, self._axes))
-
-    def _count(self, work: Work) -> None:
-        self.actions[-1].work[work] += 1
+        self.actions[-1].work.append(message_of(name, args, given, self._axes))
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; a new one is recorded."""
@@ -215,9 +243,10 @@ class Recorder(OperatorMode):
         if num_bytes == 0:
             return
         rounded = -(-num_bytes // self._granularity) * self._granularity
-        change = Change(rounded, number, self.place, len(self.actions) - 1)
+        action = self.actions[-1]
+        change = Change(rounded, number, action.place, action.section)
         self._live[number] = change
-        self.actions[-1].changes.append(change)
+        action.changes.append(change)
 
     def _end(self, number: int) -> None:
         begun = self._live.pop(number, None)
@@ -238,6 +267,14 @@ def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, s
     axis = next((axes[group] for group in names if group is not None and group in axes), "other")
     largest = max(map(_size, tensors), default=0)
     return Work(name, tensors[0].dtype if tensors else None, 0, largest, axis)
+
+
+def total_work(items: Iterable[Counter[Work] | Work]) -> Counter[Work]:
+    """Return how often each kind of operator ran, and each message was sent."""
+    total: Counter[Work] = Counter()
+    for item in items:
+        total.update([item] if isinstance(item, Work) else item)
+    return total
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:

@@ -1,0 +1,109 @@
+"""The operators of a run, with the shapes of what they are called with."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshtrain.compat.fake import full_name_of, operator_of
+from meshtrain.planning.simulation.rank import SimulatedRun, record_rank
+from meshtrain.planning.simulation.recorder import Recorder, Work
+from meshtrain.planning.speed.rates import operator_key, operator_size
+
+# Larger calls would take too long, and too much memory.
+LARGEST_BYTES = 2**30
+# Sizes of each operator that are measured.
+SIZES = 6
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        operator: its full name.
+        key: its name in the description of a machine.
+        size: operations or bytes, as in `operator_size`.
+        args: with a `TensorShape` in place of each tensor.
+        kwargs: likewise.
+    """
+
+    operator: str
+    key: str
+    size: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Call the operator."""
+        operator_of(self.operator)(*args, **kwargs)
+
+
+class CallRecorder(Recorder):
+    """A recorder that also keeps one call of each size of each operator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: dict[tuple[str, int], Call] = {}
+
+    def count(self, work: Work, func: Any, args: Any, kwargs: Any) -> None:
+        """Count an operator, and keep the call."""
+        super().count(work, func, args, kwargs)
+        key, size = operator_key(work), operator_size(work)
+        if (key, size) not in self.calls and 0 < work.num_bytes <= LARGEST_BYTES:
+            shapes = _without_values(list(args)), _without_values(kwargs)
+            self.calls[key, size] = Call(full_name_of(func), key, size, tuple(shapes[0]), shapes[1])
+
+
+def record_calls(runs: Sequence[SimulatedRun]) -> list[Call]:
+    """Return calls of every operator that runs use, with a few sizes of each."""
+    found: dict[tuple[str, int], Call] = {}
+    for run in runs:
+        found |= record_rank(run, 0, CallRecorder).calls
+    by_key: dict[str, list[Call]] = {}
+    for call in found.values():
+        by_key.setdefault(call.key, []).append(call)
+    return [call for calls in by_key.values() for call in _spread(sorted(calls, key=lambda call: call.size))]
+
+
+def _spread(calls: Sequence[Call]) -> Iterable[Call]:
+    """Return a few calls, from the smallest to the largest."""
+    if len(calls) <= SIZES:
+        return calls
+    return [calls[round(index * (len(calls) - 1) / (SIZES - 1))] for index in range(SIZES)]
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_without_values, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {key: _without_values(item) for key, item in value.items()}
+    return value
+
+
+def with_values(value: Any, device: torch.device) -> Any:
+    """Return arguments with memory and values: numbers near 1, first rows and False."""
+    if isinstance(value, TensorShape):
+        reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+        memory = torch.empty(max(0, 1 + reach) if 0 not in value.shape else 0, dtype=value.dtype, device=device)
+        # Near 1, they neither overflow nor vanish when an operator changes them many times.
+        memory = memory.uniform_(0.9, 1.1) if value.dtype.is_floating_point else memory.zero_()
+        return memory.as_strided(value.shape, value.stride)
+    if isinstance(value, list | tuple):
+        return type(value)(with_values(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: with_values(item, device) for key, item in value.items()}
+    return device if isinstance(value, torch.device) else value

@@ -1,0 +1,208 @@
+"""Measure the machine at hand, and write its description."""
+
+import os
+import platform
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshtrain import console
+from meshtrain.config.machine import MachineConfig, SpeedConfig
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import dump_toml
+from meshtrain.data.cache import write_atomically
+from meshtrain.errors import ConfigError
+from meshtrain.planning.calibration.calls import Call, record_calls
+from meshtrain.planning.calibration.messages import link_between_hosts, link_of, measure_messages
+from meshtrain.planning.calibration.operators import (
+    Point,
+    measure_attention,
+    measure_memory,
+    measure_operators,
+    measure_products,
+    seconds_of,
+)
+from meshtrain.planning.calibration.overhead import operator_overhead
+from meshtrain.planning.machine import GIB
+from meshtrain.planning.needs import simulated_run
+from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.speed.rates import Rates
+from meshtrain.runtime.agreement import is_first_rank
+from meshtrain.runtime.environment import local_world_size_from_environment, world_size_from_environment
+from meshtrain.runtime.process import check_devices, process_group
+from meshtrain.training.resolve import resolve_run
+
+# A model of each kind whose operators are measured if no run is given.
+_WIDE = {"vocab_size": 8192, "num_hidden_layers": 1, "max_position_embeddings": 512}
+_MODELS: dict[str, dict[str, int]] = {
+    "llama": _WIDE | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8},
+    "gpt2": {"vocab_size": 8192, "n_layer": 1, "n_embd": 512, "n_head": 8, "n_positions": 512},
+}
+_TINY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+}
+_WIDTHS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+# A CPU has no instructions for float16.
+_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        calls: of operators.
+        tiny: a run that shows what operators cost besides their work.
+        tiny_work: of its step.
+    """
+
+    calls: list[Call]
+    tiny: SimulatedRun
+    tiny_work: Counter[Work]
+
+
+def calibrate(file: Path, config: RunConfig | None) -> None:
+    """Measure this machine with all processes that torchrun has started, and write a description.
+
+    Args:
+        file: to write.
+        config: a run whose operators are measured at their shapes; None: those of small models.
+
+    Raises:
+        UserError: for a contradiction in the run.
+    """
+    check_devices()
+    if file.suffix != ".toml":
+        raise ConfigError(f"{file}: the description of a machine is a .toml file", "name it so, as in machine.toml")
+    plan = _plan(config)
+    with process_group() as device:
+        console.line(f"Measuring {len(plan.calls)} operators and the messages of {dist.get_world_size()} processes")
+        machine = _measure(plan, device)
+        if is_first_rank():
+            write_atomically(file, f"# Written by meshtrain calibrate.\n{dump_toml(machine)}")
+    console.line(f"Wrote {file}")
+
+
+def _plan(config: RunConfig | None) -> Plan:
+    runs = [_of_run(config, size) for size in (1, config.micro_batch_size)] if config is not None else _small_runs()
+    tiny = _simulated({"type": "llama", "config": _TINY}, 1, 16, {"dp_replicate": world_size_from_environment()})
+    profile = simulate_rank(tiny, 0)
+    return Plan(record_calls([tiny, *runs]), tiny, profile.work())
+
+
+def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
+    resolved = resolve_run(config)
+    number = resolved.batch.global_batch_size // resolved.batch.micro_batch_size
+    update = {"micro_batch_size": micro_batch_size, "global_batch_size": number * micro_batch_size}
+    return simulated_run(resolve_run(config.model_copy(update=update)), on_gpus=torch.cuda.is_available())
+
+
+def _small_runs() -> list[SimulatedRun]:
+    return [
+        _simulated({"type": name, "config": config}, rows, length, {"dp_shard": 1}, compute)
+        for name, config in _MODELS.items()
+        for rows, length in ((1, 128), (2, 256), (4, 512))
+        for compute in ("float32", "bfloat16")
+    ]
+
+
+def _simulated(
+    model: dict[str, Any], rows: int, length: int, mesh: dict[str, int], compute: str = "float32"
+) -> SimulatedRun:
+    config = RunConfig.model_validate(
+        {
+            "run_directory": "calibration",
+            "steps": 1,
+            "global_batch_size": 4 * rows * mesh.get("dp_replicate", 1),
+            "micro_batch_size": rows,
+            "model": model,
+            "data": {"sequence_length": length, "tokenizer": {"vocab_size": 300}},
+            "optimizer": {"learning_rate": 1e-3},
+            "plan": {"mesh": {"dp_shard": 1} | mesh, "precision": {"compute": compute}},
+        }
+    )
+    return simulated_run(resolve_run(config, mesh.get("dp_replicate", 1)), on_gpus=torch.cuda.is_available())
+
+
+def _measure(plan: Plan, device: torch.device) -> MachineConfig:
+    """Return the description of this machine. Collective."""
+    operators = measure_operators(plan.calls, device)
+    products = {dtype: measure_products(dtype, device, _WIDTHS[device.type]) for dtype in _DTYPES[device.type]}
+    best = "float32" if device.type == "cpu" else "bfloat16"
+    attention = measure_attention(getattr(torch, best), device, _LENGTHS[device.type])
+    messages, copies = measure_messages(device), _copies(device)
+    peaks = {str(dtype).removeprefix("torch."): max(rate for _, rate in points) for dtype, points in products.items()}
+    speed = SpeedConfig(
+        processes_per_host=local_world_size_from_environment(),
+        is_asynchronous=device.type == "cuda",
+        operator_seconds=0.0,
+        peak_tflops=peaks,
+        matmul_efficiency=_relative(products[getattr(torch, best)], peaks[best]),
+        attention_efficiency=_relative(attention, peaks[best]),
+        memory_gb_per_second=measure_memory(device),
+        within_host=link_of(messages["send"].get("2", copies)),
+        between_hosts=link_of(copies) if dist.get_world_size() == 1 else link_between_hosts(device),
+        host_memory_gb_per_second=max(rate for _, rate in measure_memory(torch.device("cpu"))),
+        host_link_gb_per_second=link_of(copies).gb_per_second,
+        operators=operators,
+        messages=messages,
+    )
+    rates = Rates(speed, plan.tiny.plan.mesh)
+    computed = Counter({work: number for work, number in plan.tiny_work.items() if work.axis is None})
+    sent = sum(rates.message_seconds(work) * n for work, n in plan.tiny_work.items() if work.axis is not None)
+    known = rates.compute_seconds(computed) + sent
+    overhead = operator_overhead(plan.tiny, device, known, sum(computed.values()))
+    return _described(speed.model_copy(update={"operator_seconds": overhead}), device)
+
+
+def _copies(device: torch.device) -> list[Point]:
+    """Return points [bytes, seconds] of copies from host memory to the device."""
+    points = []
+    for exponent in (16, 20, 24):
+        host = torch.ones(2**exponent, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        seconds = seconds_of(lambda: torch.empty_like(host, device=device).copy_(host), device)  # noqa: B023 - at once
+        points.append((float(2**exponent), seconds))
+    return points
+
+
+def _relative(points: list[Point], peak: float) -> list[Point]:
+    return [(flops, rate / peak) for flops, rate in points]
+
+
+def _described(speed: SpeedConfig, device: torch.device) -> MachineConfig:
+    is_gpu = device.type == "cuda"
+    world_size, hosts = dist.get_world_size(), dist.get_world_size() // local_world_size_from_environment()
+    described = MachineConfig(
+        memory_gib=_memory_bytes(device) / GIB,
+        reserved_gib=2.0 if is_gpu else 0.0,
+        fragmentation=0.05 if is_gpu else 0.0,
+        source=f"meshtrain calibrate with {world_size} processes on {_machine_name(device)}",
+        speed=speed,
+    )
+    guessed = {"reserved_gib", "fragmentation"} if is_gpu else set()
+    guessed |= {"speed.within_host"} if local_world_size_from_environment() == 1 else set()
+    guessed |= {"speed.between_hosts"} if hosts == 1 else set()
+    measured = [name for name in described.constants() if name not in guessed]
+    return described.model_copy(update={"measured": measured, "sources": dict.fromkeys(sorted(guessed), "assumed")})
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_world_size_from_environment()
+
+
+def _machine_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"a CPU ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"

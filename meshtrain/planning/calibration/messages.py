@@ -1,0 +1,112 @@
+"""How long messages take on this machine."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain.compat.distributed import all_gather_single, reduce_scatter_single
+from meshtrain.config.machine import LinkConfig
+from meshtrain.planning.calibration.operators import Point
+from meshtrain.runtime.environment import local_world_size_from_environment
+
+SIZES = tuple(4**exponent for exponent in range(5, 13))
+SECONDS, MOST = 0.12, 100
+
+
+def measure_messages(device: torch.device) -> dict[str, dict[str, list[Point]]]:
+    """Return message -> number of processes -> points [bytes, seconds]. Collective.
+
+    The groups are of neighboring processes. All groups of a size send at the same time, as they do
+    in a step.
+    """
+    found: dict[str, dict[str, list[Point]]] = {name: {} for name in _ACTIONS}
+    world_size, on_host = dist.get_world_size(), local_world_size_from_environment()
+    for size in range(2, on_host + 1):
+        if on_host % size:
+            continue
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
+        group = groups[dist.get_rank() // size]
+        for name, action in _ACTIONS.items():
+            found[name][str(size)] = [
+                (float(num_bytes), _seconds(action, num_bytes, size, group, device)) for num_bytes in SIZES
+            ]
+    return found
+
+
+def link_between_hosts(device: torch.device) -> LinkConfig:
+    """Return the connection of processes on different hosts. Collective.
+
+    On one host, it is that of processes on the same host.
+    """
+    world_size, on_host = dist.get_world_size(), local_world_size_from_environment()
+    step = on_host if world_size > on_host else 1
+    groups = [dist.new_group(range(first, world_size, step)) for first in range(step)]
+    group = groups[dist.get_rank() % step]
+    size = dist.get_world_size(group)
+    return link_of([(float(num_bytes), _seconds(_send, num_bytes, size, group, device)) for num_bytes in SIZES])
+
+
+def link_of(points: Sequence[Point]) -> LinkConfig:
+    """Return the latency and the bandwidth of a connection from points [bytes, seconds]."""
+    (_, latency), (before_size, before), (size, seconds) = points[0], points[-2], points[-1]
+    return LinkConfig(gb_per_second=(size - before_size) / max(seconds - before, 1e-9) / 1e9, seconds=latency)
+
+
+def _seconds(action: "_Action", num_bytes: int, size: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds of a message, the same on all processes."""
+    number = num_bytes // 4 // size * size
+    full, part = torch.ones(number, device=device), torch.ones(number // size, device=device)
+    action(full, part, group)
+    once = _timed(lambda: action(full, part, group), 1, device)
+    repeats = max(2, min(MOST, int(SECONDS / max(once, 1e-6))))
+    return _timed(lambda: action(full, part, group), repeats, device)
+
+
+def _timed(act: Callable[[], None], number: int, device: torch.device) -> float:
+    """Return the mean seconds of an act. Collective; the slowest process counts."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(number):
+        act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = torch.tensor((time.perf_counter() - begin) / number, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _all_reduce(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(full, group=group)
+
+
+def _all_gather(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    all_gather_single(full, part, group=group)
+
+
+def _reduce_scatter(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    reduce_scatter_single(part, full, group=group)
+
+
+def _send(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Send to the next process of the group, and receive from the previous one."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = torch.empty_like(full)
+    works = [
+        dist.isend(full, group=group, group_dst=(rank + 1) % size),
+        dist.irecv(received, group=group, group_src=(rank - 1) % size),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+_Action = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
+_ACTIONS: dict[str, _Action] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "send": _send,
+}

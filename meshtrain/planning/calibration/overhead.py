@@ -1,0 +1,84 @@
+"""What a step costs on the host besides its operators."""
+
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
+from meshtrain.parallel import build_pipeline
+from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.runtime.mesh import init_mesh
+from meshtrain.training.loss import build_loss
+from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.optim import build_optimizer
+from meshtrain.training.step import StepContext, train_step
+
+WARM_UP, STEPS = 3, 15
+
+
+def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, dict[str, Tensor]]:
+    """Build what a run works with, and a batch of random tokens. Collective."""
+    plan = run.plan
+    model = build_meta_model(
+        run.hf_config,
+        dtype=DTYPES[plan.precision.parameters],
+        attention=run.attention,
+        trust_remote_code=run.trust_remote_code,
+    )
+    pipeline = build_pipeline(
+        model,
+        init_mesh(plan.mesh, device.type),
+        plan,
+        micro_batch_size=run.batch.micro_batch_size,
+        seed=0,
+        device=device,
+    )
+    pipeline.initialize(0)
+    rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
+    vocabulary = run.hf_config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
+    context = StepContext(
+        pipeline=pipeline,
+        loss=build_loss(pipeline),
+        optimizer=build_optimizer(pipeline, run.optimizer),
+        learning_rate=lambda step: run.optimizer.learning_rate,
+        max_gradient_norm=run.optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(plan.precision),
+    )
+    return context, {"input_ids": ids.to(device), "labels": ids.to(device)}
+
+
+def measure_steps(run: SimulatedRun, device: torch.device, number: int, warm_up: int = WARM_UP) -> list[float]:
+    """Return the seconds of some steps of a run. Collective; the slowest process counts."""
+    context, batch = build_real(run, device)
+    ids = np.arange(run.batch.global_batch_size)
+    seconds = []
+    for step in range(warm_up + number):
+        dist.barrier()
+        begin = time.perf_counter()
+        train_step(context, step, batch, ids)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    slowest = torch.tensor(seconds[warm_up:], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def operator_overhead(run: SimulatedRun, device: torch.device, known_seconds: float, num_operators: int) -> float:
+    """Return the seconds on the host for each operator of a small run. Collective.
+
+    Args:
+        run: with operators so small that the host determines how long they take.
+        device: that computes.
+        known_seconds: of its operators and messages.
+        num_operators: of its step.
+    """
+    median = statistics.median(measure_steps(run, device, STEPS))
+    return max(0.0, median - known_seconds) / num_operators

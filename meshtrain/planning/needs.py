@@ -1,0 +1,69 @@
+"""What the processes of a run need on a machine: memory and seconds."""
+
+from dataclasses import dataclass
+
+from meshtrain.planning.machine import Machine
+from meshtrain.planning.memory import MemoryUse, memory_use
+from meshtrain.planning.simulation.pipeline import Simulation, simulate
+from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.speed.step_time import StepTime, step_time
+from meshtrain.training.resolve import ResolvedRun
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the processes of a run need.
+
+    Attributes:
+        simulation: of a step.
+        uses: the memory of the first process of each pp rank.
+        width: number of processes of a pp rank.
+        time: of a step; None if it is not known how fast the machine is.
+    """
+
+    simulation: Simulation
+    uses: tuple[MemoryUse, ...]
+    width: int
+    time: StepTime | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the memory of the fullest process."""
+        return max(use.peak_bytes for use in self.uses)
+
+
+def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
+    """Simulate a run, and return what its processes need."""
+    plan = resolved.plan
+    run = simulated_run(resolved, on_gpus=not machine.is_cpu, granularity=machine.granularity)
+    simulation = simulate(run)
+    offloads = plan.shard.offload == "cpu" and not machine.is_cpu
+    uses = tuple(memory_use(profile, offloads=offloads) for profile in simulation.profiles)
+    speed = machine.config.speed
+    time = None if speed is None else step_time(resolved, simulation, speed, offloads=offloads)
+    return Needs(simulation, uses, plan.mesh.world_size // plan.mesh.pp, time)
+
+
+def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1) -> SimulatedRun:
+    """Return what the simulation of a run needs.
+
+    Args:
+        resolved: the run.
+        on_gpus: whether it computes there.
+        granularity: of the allocator in bytes.
+    """
+    config = resolved.config
+    inputs = {"packed": (), "padded": ("attention_mask",)}[config.data.form]
+    if config.data.documents == "separate":
+        inputs = ("position_ids",)
+    return SimulatedRun(
+        hf_config=resolved.hf_config,
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+        plan=resolved.plan,
+        batch=resolved.batch,
+        inputs=inputs,
+        optimizer=config.optimizer,
+        granularity=granularity,
+        on_gpus=on_gpus,
+    )

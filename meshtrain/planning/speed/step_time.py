@@ -1,0 +1,82 @@
+"""The seconds of a step on a machine, and where they go."""
+
+from dataclasses import dataclass
+
+from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, instructions
+from meshtrain.config.machine import SpeedConfig
+from meshtrain.parallel.account import flops_per_token, messages
+from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.simulation.pipeline import Simulation
+from meshtrain.planning.speed.rates import TERA, Rates
+from meshtrain.planning.speed.replay import Replay, replay
+from meshtrain.training.resolve import ResolvedRun
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step.
+
+    Attributes:
+        replay: of the step, event by event.
+        tokens_per_second: of one process.
+        peak_tflops: of the machine, in the number format of the computation.
+        mfu: the operations of the model, without recomputation, relative to this rate.
+    """
+
+    replay: Replay
+    tokens_per_second: float
+    peak_tflops: float
+    mfu: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the step."""
+        return self.replay.seconds
+
+
+def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig, *, offloads: bool) -> StepTime:
+    """Return how long a step of a run takes.
+
+    Args:
+        resolved: the run.
+        simulation: of its step.
+        speed: of the machine.
+        offloads: whether the optimizer runs in host memory.
+    """
+    plan, batch = resolved.plan, resolved.batch
+    rates = Rates(speed, plan.mesh, optimizer_on_host=offloads)
+    number = num_microbatches(plan, batch)
+    owners = stage_owners(plan.pipeline, plan.mesh.pp)
+    width = plan.mesh.world_size // plan.mesh.pp
+    names = [_name(rank * width, width) for rank in range(plan.mesh.pp)]
+    programs = _programs(plan.pipeline.schedule, owners, number)
+    replayed = replay(simulation.profiles, programs, _border_bytes(resolved), rates, names)
+    tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
+    peak = rates.peak_tflops(plan.precision.compute)
+    flops = flops_per_token(resolved.model, batch.sequence_length)
+    return StepTime(replayed, tokens, peak, flops * tokens / (peak * TERA))
+
+
+def _programs(schedule: str, owners: list[int], number: int) -> list[list[Instruction]]:
+    if len(owners) > 1:
+        return instructions(schedule, owners, number)
+    passes = [Pass(phase, 0, microbatch) for microbatch in range(number) for phase in (FORWARD, BACKWARD)]
+    return [[Instruction("compute", it) for it in passes]]
+
+
+def _border_bytes(resolved: ResolvedRun) -> dict[tuple[str, int], int]:
+    """Return (phase, stage that sends) -> bytes of a message between stages."""
+    plan, batch = resolved.plan, resolved.batch
+    found: dict[tuple[str, int], int] = {}
+    if len(stage_owners(plan.pipeline, plan.mesh.pp)) == 1:
+        return found
+    for message in messages(resolved.model, plan, batch.micro_batch_size, batch.sequence_length):
+        forward, backward = (FORWARD, message.stage - 1), (BACKWARD, message.stage)
+        found[forward] = found.get(forward, 0) + message.num_bytes
+        found[backward] = found.get(backward, 0) + (message.num_bytes if message.has_gradient else 0)
+    return found
+
+
+def _name(first: int, width: int) -> str:
+    return f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}"
