@@ -185,9 +185,7 @@ def _variants(
         number = per_rank // size
         if pp > 1 and not _has_enough(schedule, number, pp, pp * stages):
             continue
-        resolved = (
-            "never" if reshard == "auto" and (pp > 1 or shard == 1) else "always" if reshard == "auto" else reshard
-        )
+        resolved = usual if reshard == "auto" else reshard
         yield Candidate(*mesh, schedule, stages, size, recompute, sequence, resolved, offload)
 
 

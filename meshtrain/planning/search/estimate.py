@@ -92,7 +92,8 @@ class Estimator:
         shape = _shape(candidate.schedule, candidate.pp, candidate.stages_per_rank, self._sizes)
         number = self._batch // (candidate.data_degree * candidate.micro_batch_size)
         return Estimate(
-            max(self._bytes(candidate, shape, rank, number) for rank in range(candidate.pp)),
+            # The first one keeps most activations, and the one with the head has the loss.
+            max(self._bytes(candidate, shape, rank, number) for rank in {0, candidate.pp - 1, shape.head_rank}),
             self._seconds(candidate, shape, number),
         )
 

@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
@@ -16,7 +17,7 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs, simulated_run
-from meshtrain.planning.search.candidates import RECOMPUTE, Candidate
+from meshtrain.planning.search.candidates import Candidate
 from meshtrain.planning.search.estimate import Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
@@ -24,6 +25,8 @@ from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.runtime.ranks import run_on_ranks
 from meshtrain.training.resolve import ResolvedRun
 
+Result = TypeVar("Result")
+# Candidates that are simulated, of these with one mesh, and how long it may take.
 SIMULATED, FEW, SECONDS = 20, 4, 3600.0
 # An estimate may be this far off, and the candidate is still simulated.
 MARGIN = 1.1
@@ -118,9 +121,13 @@ def build_estimator(wanted: Wanted, kinds: Sequence[tuple[int, bool, str]]) -> E
     Args:
         wanted: the run.
         kinds: tp, sequence parallel and recomputation. Those that the model refuses are left out.
+            Without sequence parallelism more memory is needed for the same seconds, so that is left
+            out where the model allows it.
     """
-    runs = {}
-    for kind in kinds:
+    runs: dict[tuple[int, bool, str], SimulatedRun] = {}
+    for kind in sorted(kinds, key=lambda kind: not kind[1]):
+        if (kind[0], True, kind[2]) in runs:
+            continue
         try:
             runs[kind] = wanted.of_layers(*kind)
         except UserError:
@@ -135,34 +142,26 @@ def build_estimator(wanted: Wanted, kinds: Sequence[tuple[int, bool, str]]) -> E
 
 def kinds_of(found: Sequence[Candidate]) -> list[tuple[int, bool, str]]:
     """Return tp, sequence parallel and recomputation of all candidates, each once."""
-    order = {mode: index for index, mode in enumerate(RECOMPUTE)}
-    kinds = {(it.tp, it.sequence_parallel, it.recompute) for it in found}
-    return sorted(kinds, key=lambda kind: (kind[0], kind[1], order[kind[2]]))  # type: ignore[index]
+    return sorted({(it.tp, it.sequence_parallel, it.recompute) for it in found})
 
 
-def simulate_best(wanted: Wanted, candidates: Sequence[Candidate], estimator: Estimator) -> list[Found]:
-    """Simulate the most promising candidates, and return them from the fastest to the slowest."""
-    limit = wanted.machine.memory_bytes / (1 + wanted.machine.config.fragmentation) * MARGIN
+def promising(candidates: Sequence[Candidate], estimator: Estimator, limit_bytes: float) -> list[Candidate]:
+    """Return the fastest candidates that should fit, but not too many of one mesh."""
     estimates = {it: estimator.estimate(it) for it in candidates if estimator.knows(it)}
-    fitting = sorted((it for it, e in estimates.items() if e.peak_bytes <= limit), key=lambda it: estimates[it].seconds)
-    return simulate_all(wanted, _various(fitting, wanted))
+    fitting = [it for it, estimate in estimates.items() if estimate.peak_bytes <= limit_bytes * MARGIN]
+    chosen: list[Candidate] = []
+    meshes: Counter[tuple[int, int, int, int]] = Counter()
+    for candidate in sorted(fitting, key=lambda it: estimates[it].seconds):
+        if meshes[candidate.mesh] < FEW and len(chosen) < SIMULATED:
+            chosen.append(candidate)
+            meshes[candidate.mesh] += 1
+    return chosen
 
 
 def simulate_all(wanted: Wanted, candidates: Sequence[Candidate]) -> list[Found]:
     """Simulate candidates, and return them from the fastest to the slowest."""
     found = _on_all_cores(_simulated, candidates, wanted)
     return sorted((it for it in found if it is not None), key=lambda it: it.time.seconds)
-
-
-def _various(fitting: Sequence[Candidate], wanted: Wanted) -> list[Candidate]:
-    """Return the first candidates that the run allows, but not too many of one mesh."""
-    chosen: list[Candidate] = []
-    meshes: Counter[tuple[int, int, int, int]] = Counter()
-    for candidate in fitting:
-        if meshes[candidate.mesh] < FEW and len(chosen) < SIMULATED:
-            chosen.append(candidate)
-            meshes[candidate.mesh] += 1
-    return chosen
 
 
 def _layer_needs(run: SimulatedRun, num_layers: int) -> LayerNeeds:
@@ -182,14 +181,17 @@ def _simulated(candidate: Candidate, wanted: Wanted) -> Found | None:
     return Found(candidate, use, needs.time, fits)
 
 
-def _on_all_cores(fn, values, *args):  # type: ignore[no-untyped-def]
-    """Return `fn(value, *args)` for each value, computed on all cores of this machine."""
-    workers = max(1, min(len(values), num_cores()))
-    shares = run_on_ranks(workers, _share, fn, values, args, joins=False, timeout=SECONDS)
+def _on_all_cores(compute: Callable[..., Result], values: Sequence[Any], *args: Any) -> list[Result]:
+    """Return `compute(value, *args)` for each value, computed on all cores of this machine."""
+    if not values:
+        return []
+    workers = min(len(values), num_cores())
+    shares = run_on_ranks(workers, _share, compute, values, args, joins=False, timeout=SECONDS)
     found = {index: result for share in shares for index, result in share}
     return [found[index] for index in range(len(values))]
 
 
-def _share(fn, values, args):  # type: ignore[no-untyped-def]
+def _share(compute: Callable[..., Result], values: Sequence[Any], args: Sequence[Any]) -> list[tuple[int, Result]]:
+    """Compute this worker's share of the values."""
     first, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return [(index, fn(values[index], *args)) for index in range(first, len(values), workers)]
+    return [(index, compute(values[index], *args)) for index in range(first, len(values), workers)]
