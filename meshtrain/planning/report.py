@@ -79,9 +79,13 @@ def show_time(time: StepTime | None, machine: Machine) -> None:
         f"A step takes {_seconds(time.seconds)} s{bubble}: {time.tokens_per_second:,.0f} tokens per second and "
         f"process, MFU {time.mfu:.1%} of {time.peak_tflops:,.4g} TFLOP/s."
     )
-    estimates = [name.removeprefix("speed.") for name in machine.config.not_measured() if name.startswith("speed.")]
+    estimates = [
+        name.removeprefix("speed.") for name in machine.config.not_measured() if name in machine.config.sources
+    ]
     if estimates:
-        console.line(f"Not measured, but taken from datasheets or assumed: {', '.join(estimates)}.")
+        console.line(
+            f"Not measured, but from datasheets or assumed: {', '.join(estimates)}. `meshtrain calibrate` measures them."
+        )
 
 
 def _seconds(seconds: float) -> str:

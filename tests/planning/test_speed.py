@@ -1,6 +1,7 @@
 """The seconds of a step: rates of a machine, the clock of a process, the replay of a schedule."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,8 @@ def test_every_message_is_sent_received_and_awaited(schedule: str) -> None:
     assert by["send"] == by["receive"]
     assert set(by["send"].values()) == {1}
     # By both sides.
-    assert by["await"] == Counter({message: 2 for message in by["send"]})
-    crossings = sum(one != other for one, other in zip(owners, owners[1:], strict=False))
+    assert by["await"] == Counter(dict.fromkeys(by["send"], 2))
+    crossings = sum(one != other for one, other in pairwise(owners))
     assert len(by["send"]) == 2 * crossings * 8
 
 
@@ -108,7 +109,7 @@ def test_separate_weight_gradients_fill_the_bubble() -> None:
 def test_spans_of_a_process_do_not_overlap_and_show_every_pass() -> None:
     found = replayed("ZBVZeroBubble", 8)
     for lane in found.timeline.lanes:
-        for one, other in zip(lane.spans, lane.spans[1:], strict=False):
+        for one, other in pairwise(lane.spans):
             assert one.end_seconds <= other.begin_seconds
         passes = [span for span in lane.spans if span.microbatch is not None]
         assert len(passes) == 2 * 8 * 2 + sum(span.kind == "weight gradient" for span in passes)
@@ -162,24 +163,24 @@ def test_measured_messages_replace_the_formula() -> None:
     assert rates(MeshPlan(tp=2, dp_shard=1), messages=measured).message_seconds(message) == 7.0
 
 
-def clock_of(is_asynchronous: bool, layer_seconds: float, gather_seconds: float, phase: str = "forward") -> Clock:
+def clock_of(layer_seconds: float, gather_seconds: float, *, is_asynchronous: bool) -> Clock:
     """Return the clock of a process after 4 layers whose parameters are gathered before each."""
     gather = Work("_allgather_base_", torch.float32, 0, int(gather_seconds * 2e10), "dp_shard")
     layers = []
     for _ in range(4):
         copy = Work("split_with_sizes_copy", torch.float32, 0, 0, None)
-        layers.append(action(phase, 0, 0, gather, Counter({copy: 1}) + work(layer_seconds)))
+        layers.append(action("forward", 0, 0, gather, Counter({copy: 1}) + work(layer_seconds)))
     clock = Clock(rates(MeshPlan(dp_shard=2), is_asynchronous=is_asynchronous))
     clock.run(layers)
     return clock
 
 
 def test_gathers_hide_behind_layers_that_take_longer() -> None:
-    assert clock_of(False, 3, 1).now == pytest.approx(4 * (3 + 1))
-    hidden = clock_of(True, 3, 1)
+    assert clock_of(3, 1, is_asynchronous=False).now == pytest.approx(4 * (3 + 1))
+    hidden = clock_of(3, 1, is_asynchronous=True)
     assert hidden.now == pytest.approx(1 + 4 * 3), "only the first one is awaited"
     assert hidden.axes["dp_shard"].exposed_seconds == pytest.approx(1.0)
-    bound = clock_of(True, 1, 3)
+    bound = clock_of(1, 3, is_asynchronous=True)
     assert bound.now == pytest.approx(4 * 3 + 1), "layers wait for their parameters"
     assert bound.axes["dp_shard"].seconds == pytest.approx(12.0)
 
