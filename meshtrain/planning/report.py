@@ -79,13 +79,10 @@ def show_time(time: StepTime | None, machine: Machine) -> None:
         f"A step takes {_seconds(time.seconds)} s{bubble}: {time.tokens_per_second:,.0f} tokens per second and "
         f"process, MFU {time.mfu:.1%} of {time.peak_tflops:,.4g} TFLOP/s."
     )
-    estimates = [
-        name.removeprefix("speed.") for name in machine.config.not_measured() if name in machine.config.sources
-    ]
-    if estimates:
-        console.line(
-            f"Not measured, but from datasheets or assumed: {', '.join(estimates)}. `meshtrain calibrate` measures them."
-        )
+    config = machine.config
+    guessed = [name.removeprefix("speed.") for name in config.not_measured() if name in config.sources]
+    if guessed:
+        console.line(f"From datasheets or assumed, not measured: {', '.join(guessed)}.")
 
 
 def _seconds(seconds: float) -> str:
