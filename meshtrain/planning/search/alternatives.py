@@ -1,6 +1,6 @@
 """The plans that people usually take, and why another one is faster."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshtrain.planning.machine import Machine
@@ -21,15 +21,8 @@ def usual_plans(
         limit_bytes: of a process.
         on_host: number of processes on a host.
     """
-    kinds: dict[str, Callable[[Candidate], bool]] = {
-        "copies (DDP)": lambda it: it.pp == it.tp == it.dp_shard == 1,
-        "FSDP alone": lambda it: it.pp == it.tp == it.dp_replicate == 1,
-        "FSDP and tp on each host": lambda it: it.pp == it.dp_replicate == 1 and it.tp == on_host > 1,
-        "1F1B without tp": lambda it: it.pp > 1 and it.tp == 1 and it.schedule == "1F1B",
-        "1F1B, tp on each host": lambda it: it.pp > 1 and it.tp == on_host > 1 and it.schedule == "1F1B",
-    }
     found = {}
-    for name, belongs in kinds.items():
+    for name, belongs in _usual_kinds(on_host).items():
         estimates = [(it, estimator.estimate(it)) for it in candidates if belongs(it) and estimator.knows(it)]
         fitting = [(it, estimate) for it, estimate in estimates if estimate.peak_bytes <= limit_bytes]
         if fitting:
@@ -37,6 +30,23 @@ def usual_plans(
         elif estimates:
             found[name] = min(estimates, key=lambda pair: pair[1].peak_bytes)[0]
     return found
+
+
+def _usual_kinds(on_host: int) -> dict[str, Callable[[Candidate], bool]]:
+    """Return name -> whether a candidate is of that kind."""
+    return {
+        "copies (DDP)": lambda it: it.pp == it.tp == it.dp_shard == 1,
+        "FSDP alone": lambda it: it.pp == it.tp == it.dp_replicate == 1,
+        "FSDP and tp on each host": lambda it: it.pp == it.dp_replicate == 1 and it.tp == on_host > 1,
+        "1F1B without tp": lambda it: it.pp > 1 and it.tp == 1 and it.schedule == "1F1B",
+        "1F1B, tp on each host": lambda it: it.pp > 1 and it.tp == on_host > 1 and it.schedule == "1F1B",
+    }
+
+
+def other_kinds(usual: Mapping[str, Candidate], winner: Candidate, on_host: int) -> dict[str, Candidate]:
+    """Return the usual plans without the kind of the winner."""
+    kinds = _usual_kinds(on_host)
+    return {name: it for name, it in usual.items() if not kinds[name](winner)}
 
 
 def variants(winner: Candidate) -> Iterator[tuple[str, Candidate]]:

@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError, PlanError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.report import gib
-from meshtrain.planning.search.alternatives import reason, usual_plans, variants
+from meshtrain.planning.search.alternatives import other_kinds, reason, usual_plans, variants
 from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.ranking import (
     Found,
@@ -61,7 +61,7 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     if not fitting:
         _refuse(wanted, simulated)
     _show(fitting[:top], machine)
-    _show_losers(wanted, usual, simulated, fitting[0])
+    _show_losers(wanted, other_kinds(usual, fitting[0].candidate, _on_host(machine)), simulated, fitting[0])
     _write(wanted, fitting[0], out)
 
 

@@ -113,8 +113,8 @@ class Estimator:
             gathered, gradients = 0.0, shard * self._parameter
         kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
         chunks = self._chunks(candidate, number)[rank]
-        activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank + needs.extra_bytes
-        activations += needs.head_bytes if rank == shape.head_rank else 0
+        activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
+        activations += max(needs.extra_bytes, needs.head_bytes if rank == shape.head_rank else 0)
         return state + gathered + gradients + activations * candidate.micro_batch_size
 
     def _chunks(self, candidate: Candidate, number: int) -> list[int]:

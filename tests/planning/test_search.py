@@ -1,0 +1,184 @@
+"""`meshtrain search` finds plans that fit, refuses contradictions, and writes a plan."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtrain import cli
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import load_run
+from meshtrain.planning.machine import Machine, find_machine
+from meshtrain.planning.needs import find_needs
+from meshtrain.planning.search.candidates import Candidate, candidates
+from meshtrain.planning.search.command import _alone
+from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of
+from meshtrain.training.resolve import resolve_run
+
+RUN = """
+run_directory = "run"
+steps = 10
+global_batch_size = 32
+micro_batch_size = 4
+[model]
+type = "llama"
+[model.config]
+vocab_size = 8000
+hidden_size = 256
+intermediate_size = 704
+num_hidden_layers = 8
+num_attention_heads = 8
+num_key_value_heads = 4
+[data]
+sequence_length = 256
+[data.tokenizer]
+path = "does-not-exist"
+[optimizer]
+learning_rate = 1e-3
+[plan]
+precision.compute = "bfloat16"
+"""
+LAYERS, PROCESSES = 8, 4
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RUN)
+    return "run.toml"
+
+
+def machine_file(memory_gib: float) -> str:
+    """Write the description of an H100 with another memory, and hosts of 4 processes."""
+    shipped = (Path(__file__).parents[2] / "meshtrain/planning/machines/h100-80gb.toml").read_text()
+    text = shipped.replace("memory_gib = 79.1", f"memory_gib = {memory_gib}").replace("= 2.0", "= 0.0")
+    Path("machine.toml").write_text(text.replace("processes_per_host = 8", "processes_per_host = 4"))
+    return "machine.toml"
+
+
+def search(run_file: str, *options: str, memory_gib: float = 79.1, gpus: int = PROCESSES) -> int:
+    machine = machine_file(memory_gib)
+    return cli._exit_code(["search", run_file, *options, "--gpus", str(gpus), "--gpu", machine])
+
+
+def config_of(run_file: str, *overrides: str) -> RunConfig:
+    return load_run(run_file, overrides)
+
+
+def test_fastest_plans_are_shown_and_the_first_is_written(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search(run_file, "plan.mesh.pp=2", "plan.mesh.tp=1", "plan.shard.offload='none'", "--top", "3") == 0
+    shown = capsys.readouterr().out
+    assert "The fastest plans that fit machine.toml" in shown
+    assert "Why the others lose" in shown
+    written = tomllib.loads(Path("found-plan.toml").read_text())
+    assert written["mesh"]["pp"] == 2
+    assert written["mesh"]["tp"] == 1
+    assert written["shard"]["offload"] == "none"
+    command = " ".join(shown.split()).split("Train with it: ")[1]
+    assert command.startswith("meshtrain train RUN plan=found-plan.toml micro_batch_size=")
+    # `train` and `check` read runs alike.
+    overrides = command.split(" RUN ")[1].split()
+    assert cli._exit_code(["check", run_file, *overrides, "--world-size", str(PROCESSES)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["plan.mesh.tp=3"], "4 is not a multiple of 3"),
+        (["plan.mesh.pp=16"], "16"),
+        (["micro_batch_size=64"], "global_batch_size = 32 is not a multiple of"),
+        (["plan.mesh.ttp=2"], "did you mean 'tp'?"),
+        (["--out", "nowhere/plan.toml"], "--out: nowhere is not a directory"),
+    ],
+)
+def test_contradictions_are_one_line(
+    options: list[str], message: str, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search(run_file, *options) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_machine_without_speed_is_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m.toml").write_text('memory_gib = 1.0\nreserved_gib = 0.0\nfragmentation = 0.0\nsource = "a test"\n')
+    assert cli._exit_code(["search", run_file, "--gpus", "4", "--gpu", "m.toml"]) == 2
+    assert "the description has no table [speed]" in capsys.readouterr().err
+
+
+def test_that_nothing_fits_is_said_with_what_lacks(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search(run_file, "plan.mesh.pp=1", "plan.mesh.tp=1", "micro_batch_size=1", memory_gib=0.01) == 2
+    error = capsys.readouterr().err
+    assert "no plan fits 4 machine.toml" in error
+    assert "GiB too much" in error
+
+
+def test_every_setting_is_varied_unless_it_is_pinned(run_file: str) -> None:
+    found = list(candidates(config_of(run_file), [], 8, LAYERS, 4))
+    assert len(set(found)) == len(found)
+    for it in found:
+        assert it.pp * it.dp_replicate * it.dp_shard * it.tp == 8
+        assert it.tp <= 4, "tp stays inside a host"
+        assert 32 % (it.data_degree * it.micro_batch_size) == 0
+    options: dict[str, set[Any]] = {
+        "pp": {1, 2, 4, 8},
+        "tp": {1, 2, 4},
+        "recompute": {"none", "selective", "full"},
+        "sequence_parallel": {True, False},
+        "reshard": {"always", "never"},
+        "offload": {"none", "cpu"},
+    }
+    for name, values in options.items():
+        assert {getattr(it, name) for it in found} == values, name
+    assert {it.schedule for it in found if it.pp > 1} >= {"1F1B", "Interleaved1F1B", "ZBVZeroBubble"}
+    pinned = ["plan.mesh.tp", "plan.recompute.mode", "micro_batch_size"]
+    config = config_of(run_file, "plan.mesh.tp=2", "plan.recompute.mode='full'", "micro_batch_size=2")
+    few = list(candidates(config, pinned, 8, LAYERS, 4))
+    assert {(it.tp, it.recompute, it.micro_batch_size) for it in few} == {(2, "full", 2)}
+    assert len({it.pp for it in few}) > 1
+
+
+def candidate(pp: int, replicate: int, shard: int, tp: int, rows: int, **changed: Any) -> Candidate:
+    usual = Candidate(
+        pp=pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=tp,
+        schedule="1F1B",
+        stages_per_rank=1,
+        micro_batch_size=rows,
+        recompute="none",
+        sequence_parallel=tp > 1,
+        reshard="never",
+        offload="none",
+    )
+    return replace(usual, **changed)
+
+
+CASES = [
+    candidate(1, 1, 4, 1, 4, reshard="always"),
+    candidate(1, 1, 4, 1, 2, recompute="full"),
+    candidate(1, 4, 1, 1, 4),
+    candidate(1, 1, 1, 4, 8),
+    candidate(2, 1, 2, 1, 4),
+    candidate(2, 1, 1, 2, 4, schedule="Interleaved1F1B", stages_per_rank=2),
+    candidate(4, 1, 1, 1, 2, schedule="ZBVZeroBubble", stages_per_rank=2),
+]
+
+
+def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
+    shipped: Machine = find_machine("h100-80gb", PROCESSES)
+    config = config_of(run_file)
+    wanted = Wanted(config, resolve_run(_alone(config), 1), shipped, PROCESSES)
+    estimator = build_estimator(wanted, kinds_of(CASES))
+    for case in CASES:
+        estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), shipped)
+        assert needs.time is not None
+        print(
+            f"{case.described():60} memory {estimate.peak_bytes / needs.peak_bytes - 1:+.1%} "
+            f"seconds {estimate.seconds / needs.time.seconds - 1:+.1%}"
+        )
+        assert estimate.peak_bytes == pytest.approx(needs.peak_bytes, rel=0.25), case.described()
+        assert estimate.seconds == pytest.approx(needs.time.seconds, rel=0.25), case.described()
