@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from meshtrain.pictures.message_bars import Messages
-from meshtrain.pictures.pipeline_lanes import bubble
 from meshtrain.pictures.scales import Quantity, shown_value
+from meshtrain.pictures.timeline import bubble
 from meshtrain.profiling.files import Prediction, ProfiledRank, ProfileSummary
 from meshtrain.profiling.report.figures import mfu, peak_memory, typical
 from meshtrain.profiling.report.recorded import RecordedRun

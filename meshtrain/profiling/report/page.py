@@ -28,8 +28,8 @@ from meshtrain.training.files import PLAN_NAME, RUN_NAME
 MOST_RANKS = 4
 """Processes whose messages are drawn at most. The table has all of them."""
 TIMELINE_NOTE = (
-    "Numbers are microbatches. The bubble is the share of the time, from the first to the last computation, in which "
-    "the processes compute nothing. Where boxes would be too narrow, heights are shares of the time."
+    "Numbers are microbatches. The bubble is the share of the time in which the processes wait for others. Where boxes "
+    "would be too narrow, heights are shares of the time."
 )
 
 TIME_NOTE = (
