@@ -12,6 +12,7 @@ from typing import NewType
 
 from meshtrain.pictures.style import patterns, style_sheet
 from meshtrain.pictures.svg import Picture
+from meshtrain.pictures.tables import Table
 
 Html = NewType("Html", str)
 """A text that is HTML. Functions that return it have escaped what they were given."""
@@ -115,6 +116,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         + _box(title, f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
         + "</figure>"
     )
+
+
+def shown_table(found: Table) -> Html:
+    """Return a table that the screen shows too."""
+    return table(found.title, found.columns, found.rows)
 
 
 def _cell(text: str, is_number: bool) -> str:
