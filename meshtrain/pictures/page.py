@@ -70,7 +70,11 @@ class Page:
 
 
 def paragraph(text: str, *, style: str = "") -> Html:
-    """Return a paragraph. The style "note" is for remarks, "alarm" for problems."""
+    """Return a paragraph.
+
+    The style "note" is for remarks, "alarm" for problems, "verdict" for an answer, which may be a
+    problem too, and "advice" for what follows from it.
+    """
     return Html(f'<p class="{style}">{escape(text)}</p>' if style else f"<p>{escape(text)}</p>")
 
 
