@@ -72,7 +72,7 @@ p.verdict{{border-left:5px solid var(--green);padding:.1rem 0 .1rem .8rem;margin
 p.verdict.alarm{{border-color:var(--alarm)}} p.advice{{padding-left:calc(.8rem + 5px)}}
 @media (min-width:{NARROWEST_WIDE}px){{.narrow{{display:none}}}}
 @media (max-width:{NARROWEST_WIDE - 1}px){{.wide{{display:none}} th,td{{padding-right:.7rem}}
-td.long{{min-width:13rem}}}}
+td.long{{min-width:13rem}} dd{{font-size:1rem}}}}
 @media print{{body{{max-width:none}} figure,tr{{break-inside:avoid}}}}
 """
 

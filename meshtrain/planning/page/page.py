@@ -32,6 +32,7 @@ from meshtrain.planning.sizing import Sizing
 from meshtrain.planning.tables import axes_table, memory_table, messages_table, work_table
 from meshtrain.training.report import batch_equation, border_tables, plan_table, shares_table
 
+MEMORY_TITLE = "Memory of a process at its peak"
 MEMORY_NOTE = (
     "Gathered: full parameters while they are used. Unreduced: gradients that are kept until the last microbatch. "
     "Reserved: in use besides tensors. Fragmentation: held by torch's allocator in unusable pieces."
@@ -87,10 +88,8 @@ def _mesh(sizing: Sizing) -> Iterator[Html]:
 
 
 def _memory(sizing: Sizing) -> Iterator[Html]:
-    bars = partial(
-        draw_memory_bars, memory_bars(sizing), limit_bytes=limit_bytes(sizing), title="Memory of a process at its peak"
-    )
-    yield figure(bars, note=MEMORY_NOTE)
+    bars, limit = memory_bars(sizing), limit_bytes(sizing)
+    yield figure(partial(draw_memory_bars, bars, limit_bytes=limit, title=MEMORY_TITLE), note=MEMORY_NOTE)
     yield figure(partial(draw_memory_curve, worst_curve(sizing)), note=CURVE_NOTE)
     yield shown_table(memory_table(sizing.needs))
     yield from _notes(host_remark(sizing.needs))
