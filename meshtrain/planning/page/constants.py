@@ -66,4 +66,4 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-")
+    return f"{value:.4g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
