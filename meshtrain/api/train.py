@@ -8,6 +8,7 @@ from meshtrain import console
 from meshtrain.config.arguments import wrong
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
+from meshtrain.profiling.hook import profile_hooks
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.run import Ending, train_run
@@ -46,4 +47,4 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         )
     own = check_hooks(hooks)
     console.configure(rank=rank_from_environment())
-    return train_run(config, own, prove=ensure_proven)
+    return train_run(config, [*profile_hooks(config), *own], prove=ensure_proven)

@@ -196,6 +196,29 @@ def plan(
 
 
 @app.command()
+def search(
+    run: RunFile,
+    gpus: Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="The GPU: a name or a machine file.", show_default=False)],
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of plans to show.")] = 10,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plan file to write.")] = Path("found-plan.toml"),
+) -> None:
+    """Search the plan that trains a run fastest, and write it.
+
+    Keys that are given as overrides are kept: plan.mesh.tp=4 searches among plans with tp 4.
+    """
+    from meshtrain.config.toml import load_run
+
+    check_writable("--out", out)
+    config = load_run(run, overrides or ())
+    from meshtrain.planning.search.command import search as search_plans
+
+    pinned = {line.partition("=")[0].strip() for line in overrides or ()}
+    search_plans(config, pinned, gpus, gpu, top, out)
+
+
+@app.command()
 def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The .toml file to write.", show_default=False)],
     run: Annotated[

@@ -96,11 +96,15 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     Why: torch ships this backend for its own tests, in a private module.
     Holds: torch 2.11 to 2.13.
     """
+    level = dist.get_debug_level()
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch would compare collectives with real processes.
+    dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        dist.set_debug_level(level)
 
 
 @contextmanager

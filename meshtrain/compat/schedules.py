@@ -102,7 +102,7 @@ def pass_orders(schedule: str, owners: list[int], num_microbatches: int) -> list
         ValueError: if the schedule refuses this number.
     """
     pp = max(owners) + 1
-    built = _built(schedule, owners, num_microbatches)
+    built = _built(schedule, owners, num_microbatches, with_messages=False)
     if built is None:
         return [_single(schedule, rank, pp, num_microbatches) for rank in range(pp)]
     return [_passes(built.pipeline_order[rank]) for rank in range(pp)]
@@ -130,13 +130,22 @@ def instructions(schedule: str, owners: list[int], num_microbatches: int) -> lis
     return [make(rank, pp, num_microbatches) for rank in range(pp)]
 
 
-def _built(schedule: str, owners: list[int], num_microbatches: int) -> Any:
-    """Return torch's schedule if it has several stages on a process, otherwise None."""
+def _built(schedule: str, owners: list[int], num_microbatches: int, *, with_messages: bool = True) -> Any:
+    """Return torch's schedule if it has several stages on a process, otherwise None.
+
+    Args:
+        schedule: its name.
+        owners: the process of each stage.
+        num_microbatches: of a step.
+        with_messages: whether to find out when it sends and receives, which takes longest.
+    """
     kind: Any = get_schedule_class(schedule)
     if not issubclass(kind, PipelineScheduleMulti):
         return None
     pp = max(owners) + 1
     stages = [_Stage(stage, len(owners), pp) for stage, owner in enumerate(owners) if owner == 0]
+    if not with_messages:
+        kind = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda self, *args, **kwargs: None})
     return kind(stages, num_microbatches, loss_fn=lambda output, target: output)
 
 

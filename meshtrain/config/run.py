@@ -22,6 +22,7 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+MOST_PROFILED_STEPS = 20
 _DURATION = re.compile(r"(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 
 
@@ -191,6 +192,38 @@ class BadStepsConfig(Settings):
     restarts included."""
 
 
+class ProfileConfig(Settings):
+    """A few steps that are measured: their timeline, a trace, memory and messages of each process.
+    The files are in `profile` of the run directory."""
+
+    steps: list[Count] | None = None
+    """First and last step of the profile, counted from 1, such as [20, 22]. The last one is traced,
+    the others are timed. Left out: nothing is measured."""
+
+    @model_validator(mode="after")
+    def _few_later_steps(self) -> Self:
+        if self.steps is None:
+            return self
+        if len(self.steps) != 2:
+            raise ConfigError(
+                f"`steps` = {self.steps}, but a profile has a first and a last step", "write them as [20, 22]"
+            )
+        first, last = self.steps
+        if first < 2:
+            raise ConfigError(
+                f"`steps` = {self.steps}, but the first step builds and compiles, so its times say nothing about the "
+                "others",
+                "begin with step 2 or later",
+            )
+        if not first < last < first + MOST_PROFILED_STEPS:
+            raise ConfigError(
+                f"`steps` = {self.steps} must be 2 to {MOST_PROFILED_STEPS} steps: the last one is traced, which "
+                "takes time, and those before it are timed",
+                f"write [{first}, {first + 2}]",
+            )
+        return self
+
+
 class RunConfig(Settings):
     """A training run, in one TOML file."""
 
@@ -221,6 +254,7 @@ class RunConfig(Settings):
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     bad_steps: BadStepsConfig = BadStepsConfig()
+    profile: ProfileConfig = ProfileConfig()
     self_checks: bool = True
     """Check at the start and after a resume that all processes hold the parameters, inputs and
     gradients that they must. A checksum of the parameters is written down; it is the same on
@@ -234,6 +268,16 @@ class RunConfig(Settings):
         if (self.steps is None) == (self.epochs is None):
             found = "neither `steps` nor `epochs` is set" if self.steps is None else "`steps` and `epochs` are both set"
             raise ConfigError(found, "set one")
+        return self
+
+    @model_validator(mode="after")
+    def _profile_within_run(self) -> Self:
+        profiled = self.profile.steps
+        if profiled is not None and self.steps is not None and profiled[1] > self.steps:
+            raise ConfigError(
+                f"`profile.steps` = {profiled}, but the run ends after step {self.steps}",
+                "choose earlier steps, or leave the key out",
+            )
         return self
 
     @model_validator(mode="after")

@@ -256,6 +256,7 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
     schedule = _schedule_for(pipeline, labels)
     schedule.loss.function = loss_function
     losses: list[Tensor] = []
+    pipeline.activity.enter("before passes")
     schedule.torch_schedule.step(
         *((inputs["input_ids"],) if pipeline.has_first_stage else ()),
         target=labels if pipeline.has_last_stage else None,

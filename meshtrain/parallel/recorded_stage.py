@@ -30,3 +30,8 @@ class RecordedStage(StaticStage):
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._activity.enter("after backward of weights", self.stage_index, bwd_chunk_id)
         return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self._activity.enter("reduction", self.stage_index)
+        super().perform_reduce_grad(grad_scale_factor)
+        self._activity.enter("after reduction", self.stage_index)

@@ -73,9 +73,10 @@ def paragraph(text: str, *, style: str = "") -> Html:
     """Return a paragraph.
 
     The style "note" is for remarks, "alarm" for problems, "verdict" for an answer, which may be a
-    problem too, and "advice" for what follows from it.
+    problem too, and "advice" for what follows from it. Words between backticks are code.
     """
-    return Html(f'<p class="{style}">{escape(text)}</p>' if style else f"<p>{escape(text)}</p>")
+    content = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return Html(f'<p class="{style}">{content}</p>' if style else f"<p>{content}</p>")
 
 
 def heading(text: str) -> Html:

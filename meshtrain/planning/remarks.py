@@ -35,7 +35,9 @@ def has_stages(time: StepTime) -> bool:
 def estimates_remark(machine: Machine) -> str:
     """Return which constants of the speed were not measured; empty if all were."""
     names = [name.removeprefix("speed.") for name in machine.estimates() if name.startswith("speed.")]
-    return f"Not measured, but taken from datasheets or assumed: {', '.join(names)}." if names else ""
+    if not names:
+        return ""
+    return f"Not measured, but from datasheets or assumed: {', '.join(names)}. `meshtrain calibrate` measures them."
 
 
 def compilation_remark(resolved: ResolvedRun) -> str:

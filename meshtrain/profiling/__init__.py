@@ -1,5 +1,9 @@
 """What a run really did: its measured timeline, memory and messages, and the report of a run.
 
 files: the prediction and the profile that a run directory may hold.
+hook: measures a few steps of a run, and writes their profile.
+stopwatch: times of the phases of a step. tracer: the trace of one step.
+trace, messages, peak: what the events of a trace say.
+lines: what is printed of a profile. comparison: predicted beside measured numbers.
 report: the report of a run.
 """

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STEPS_REMEMBERED = 20
@@ -36,12 +37,15 @@ class Activity:
         phase: name of the phase.
         stage: the pipeline stage that is computing, if any.
         microbatch: the microbatch that it computes, counted from 0.
+        listener: called by the main thread after each change of phase. Only the main thread sets
+            it.
     """
 
     step: int | None = None
     phase: str = "start"
     stage: int | None = None
     microbatch: int | None = None
+    listener: Callable[["Activity"], None] | None = None
     _is_step: bool = False
     _began: float = field(default_factory=time.monotonic)
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
@@ -64,6 +68,8 @@ class Activity:
     def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None) -> None:
         """Enter a phase."""
         self.phase, self.stage, self.microbatch = phase, stage, microbatch
+        if self.listener is not None:
+            self.listener(self)
 
     def seconds_in_part(self) -> float:
         """Return how long the current part has lasted."""

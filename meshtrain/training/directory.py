@@ -4,7 +4,7 @@ RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/prediction.json     what was predicted for a step, see meshtrain.profiling.files
-RUN/profile/            what was measured in a few steps, see meshtrain.profiling.files
+RUN/profile/            what was measured in a few steps, see meshtrain.profiling.hook
 RUN/tensorboard/        the same for TensorBoard
 RUN/failure.json        why the run ended, if it failed; removed once the run trains again
 RUN/flight_recorder/    the latest collectives of every process, if one vanished or hung
@@ -50,6 +50,7 @@ FREE = (
     "stop_after",
     "watchdog",
     "bad_steps",
+    "profile",
     "self_checks",
     "plan",
     "data.cache_directory",

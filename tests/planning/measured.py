@@ -2,10 +2,7 @@
 
 import json
 import time
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +21,8 @@ from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.rank import SimulatedRun, group_axes
 from meshtrain.planning.simulation.recorder import Recorder
 from meshtrain.planning.totals import Totals, totals_of
+from meshtrain.profiling.peak import peaks_on_cpu
+from meshtrain.profiling.trace import sections_named
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
@@ -78,7 +77,8 @@ def measure(run: SimulatedRun) -> Measured:
                 with _Patience(), record_function(STEP):
                     train_step(context, step, batch, ids)
         profiler.export_chrome_trace(str(trace))
-        peak = _peak(json.loads(trace.read_text())["traceEvents"])
+        events = json.loads(trace.read_text())["traceEvents"]
+        peak = min(peaks_on_cpu(events, sections_named(events, STEP)))
     recorder = Recorder(group_axes(context.pipeline), answers=False)
     with recorder:
         train_step(context, 1 + STEPS, batch, ids)
@@ -117,34 +117,6 @@ def _build(run: SimulatedRun) -> tuple[StepContext, dict[str, Tensor]]:
         loss_scale=build_loss_scale(plan.precision),
     )
     return context, {"input_ids": ids, "labels": ids.clone()}
-
-
-def _peak(events: list[dict[str, Any]]) -> int:
-    """Return the lowest peak of a step, without the memory of gloo.
-
-    gloo allocates copies in its threads and inside the operators of c10d.
-    """
-    calls = [event for event in events if event.get("ph") == "X"]
-    steps = [event for event in calls if event["name"] == STEP]
-    (thread,) = {step["tid"] for step in steps}
-    sends = sorted((c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"].startswith("c10d::"))
-    # Operators are nested, so the one that began last may have ended before the one around it.
-    ends = list(accumulate((end for _, end in sends), max))
-    held: dict[int, int] = {}
-    total, peaks = 0, [0] * len(steps)
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"]):
-        num_bytes, address, time = event["args"]["Bytes"], event["args"]["Addr"], event["ts"]
-        before = bisect_right(sends, (time, inf)) - 1
-        is_of_gloo = event["tid"] != thread or (before >= 0 and time <= ends[before])
-        if num_bytes > 0 and not is_of_gloo:
-            held[address] = num_bytes
-            total += num_bytes
-        elif num_bytes < 0:
-            total -= held.pop(address, 0)
-        for index, step in enumerate(steps):
-            if step["ts"] <= time <= step["ts"] + step["dur"]:
-                peaks[index] = max(peaks[index], total)
-    return min(peaks)
 
 
 def _size(tensors: list[Any]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from meshtrain.planning.memory import MemoryUse, memory_use
 from meshtrain.planning.simulation.pipeline import simulate
@@ -121,6 +122,17 @@ def test_offloaded_state_is_in_host_memory() -> None:
     assert away.host_bytes == state
     assert away.peak_bytes < here.peak_bytes
     assert not {Role.PARAMETERS, Role.OPTIMIZER, Role.GRADIENTS} & away.at_peak.keys()
+
+
+def simulated_while_debugging(run: SimulatedRun) -> bool:
+    """Simulate the first process while torch compares collectives; return whether it still does."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    simulate_rank(run, 0)
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
+def test_simulation_runs_while_torch_compares_collectives() -> None:
+    assert run_on_ranks(1, simulated_while_debugging, make_run("gpt2", PLANS["tp"]), joins=False) == [True]
 
 
 def test_attention_keeps_no_dropout_mask_on_gpus() -> None:

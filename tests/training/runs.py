@@ -153,6 +153,25 @@ def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, 
     return seen
 
 
+def poison_gradient(call: int) -> None:
+    """Make a gradient not finite in one step that this rank trains.
+
+    Args:
+        call: number of the step, counted from 1 and over all runs to come.
+    """
+    from meshtrain.training import step as step_module
+
+    finish, times = step_module.finish_gradients, []
+
+    def finish_poisoned(pipeline: Any) -> None:
+        times.append(1)
+        if len(times) == call:
+            next(p for _, p in pipeline.named_parameters() if p.dim() == 2).grad.view(-1)[:1] = torch.nan
+        finish(pipeline)
+
+    step_module.finish_gradients = finish_poisoned
+
+
 def samples_seen(ranks: list[list[dict[str, Any]]]) -> dict[int, tuple[list[int], list[list[int]]]]:
     """Return step -> sample ids and token rows of the full global batch, joined from all ranks."""
     result = {}

@@ -25,7 +25,7 @@ from tests.chaos.stops import torchrun
 from tests.parallel.steps import start
 from tests.parity import Case
 from tests.ranks import run_on_ranks
-from tests.training.runs import build_plan, build_run, read_checkpoint, read_metrics, train_here
+from tests.training.runs import build_plan, build_run, poison_gradient, read_checkpoint, read_metrics, train_here
 from tests.training.test_metrics import evaluated_run
 from tests.training.test_resume import without_torchrun
 
@@ -234,17 +234,7 @@ def test_user_error_in_a_hook_of_one_rank_stops_all_with_one_line(tmp_path: Path
 
 def rewound(config: RunConfig) -> tuple[list[Call], str]:
     """Train on this rank; the gradient of step 4 is not finite, the first time."""
-    from meshtrain.training import step as step_module
-
-    finish, times = step_module.finish_gradients, []
-
-    def finish_poisoned(pipeline: Any) -> None:
-        times.append(1)
-        if len(times) == 4:
-            next(p for _, p in pipeline.named_parameters() if p.dim() == 2).grad.view(-1)[:1] = torch.nan
-        finish(pipeline)
-
-    step_module.finish_gradients = finish_poisoned
+    poison_gradient(4)
     return record(config)
 
 

@@ -46,6 +46,10 @@ class ActionProfile:
             roles=np.append(self.roles, ROLES.index(role)),
         )
 
+    def moved(self, stage: int, microbatch: int) -> "ActionProfile":
+        """Return the action for another stage and microbatch."""
+        return replace(self, stage=stage, microbatch=None if self.microbatch is None else microbatch)
+
     def by_role(self, end: int | None = None) -> np.ndarray:
         """Return (roles,) int64: the growth of each role up to an event; by default to the end."""
         totals = np.zeros(len(ROLES), dtype=np.int64)
@@ -89,7 +93,7 @@ class RankProfile:
         extra = self._left_by_middle(known) if number > self.num_microbatches else 0
         for index, (phase, stage, microbatch) in enumerate(passes):
             like = self._like(microbatch, number)
-            found = [replace(it, stage=stage, microbatch=microbatch) for it in known[Pass(phase, stages[stage], like)]]
+            found = [it.moved(stage, microbatch) for it in known[Pass(phase, stages[stage], like)]]
             is_middle = like == self.num_microbatches // 2
             if extra and is_middle and last[microbatch] == index:
                 found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
@@ -123,16 +127,20 @@ class RankProfile:
     def parts(
         self,
     ) -> tuple[list[ActionProfile], dict[Pass, list[ActionProfile]], list[ActionProfile]]:
-        """Return what comes before the microbatches, the passes of microbatches, and the rest."""
+        """Return what comes before the microbatches, the passes of microbatches, and the rest.
+
+        A reduction of the gradients of a stage belongs to the pass before it.
+        """
         before: list[ActionProfile] = []
         behind: list[ActionProfile] = []
         known: dict[Pass, list[ActionProfile]] = {}
         for action in self.actions:
-            if action.stage is None or action.microbatch is None:
+            if action.stage is None:
                 (behind if known else before).append(action)
                 continue
-            phase = action.phase.removeprefix("after ")
-            known.setdefault(Pass(phase, action.stage, action.microbatch), []).append(action)
+            if action.microbatch is not None:
+                latest = Pass(action.phase.removeprefix("after "), action.stage, action.microbatch)
+            known.setdefault(latest, []).append(action)
         return before, known, behind
 
     def _scaled(self, action: ActionProfile, number: int) -> ActionProfile:

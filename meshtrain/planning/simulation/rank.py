@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,18 +74,6 @@ class SimulatedRun:
     on_gpus: bool = False
 
 
-class _Watched(Activity):
-    """An activity that tells a recorder about each phase."""
-
-    def __init__(self, watch: "Watch") -> None:
-        super().__init__()
-        self._watch = watch
-
-    def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None) -> None:
-        super().enter(phase, stage, microbatch)
-        self._watch.enter(phase, stage, microbatch)
-
-
 class Watch:
     """Tells a recorder what a pipeline computes, and what its memory is for.
 
@@ -96,19 +84,18 @@ class Watch:
 
     def __init__(self, recorder: Recorder, pipeline: Pipeline) -> None:
         self.recorder, self._pipeline = recorder, pipeline
-        self.activity = _Watched(self)
+        pipeline.activity.listener = self._enter
         recorder.hold((_local(p) for _, p in pipeline.named_parameters()), Role.PARAMETERS)
         for stage in pipeline.stages:
             recorder.hold(stage.model.buffers(), Role.BUFFERS)
             self._watch_layers(stage)
 
-    def enter(self, phase: str, stage: int | None, microbatch: int | None) -> None:
-        """Begin an action."""
+    def _enter(self, activity: Activity) -> None:
         self.find_gradients()
-        ends_model = stage is not None and stage == self._pipeline.num_stages - 1
+        ends_model = activity.stage is not None and activity.stage == self._pipeline.num_stages - 1
         # The loss follows the head, and its backward pass begins with it.
-        place = HEAD if ends_model and phase in ("after forward", "backward") else None
-        self.recorder.enter(phase, stage, microbatch, place)
+        place = HEAD if ends_model and activity.phase in ("after forward", "backward") else None
+        self.recorder.enter(activity.phase, activity.stage, activity.microbatch, place)
 
     def find_gradients(self) -> None:
         """Give gradients and gathered parameters their roles."""
@@ -221,7 +208,6 @@ def _record(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorde
         recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
-        pipeline = replace(pipeline, activity=watch.activity)
         context = StepContext(
             pipeline=pipeline,
             loss=build_loss(pipeline),

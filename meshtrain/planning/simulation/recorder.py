@@ -224,10 +224,7 @@ class Recorder(OperatorMode):
             return
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
-        names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
-        axis = next((self._axes[group] for group in names if group is not None and group in self._axes), "other")
-        largest = max(map(_size, given), default=0)
-        self.actions[-1].work.append(Work(name, given[0].dtype if given else None, 0, largest, axis))
+        self.actions[-1].work.append(message_of(name, args, given, self._axes))
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; a new one is recorded."""
@@ -255,6 +252,21 @@ class Recorder(OperatorMode):
         begun = self._live.pop(number, None)
         if begun is not None:
             self.actions[-1].changes.append(begun._replace(num_bytes=-begun.num_bytes))
+
+
+def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, str]) -> Work:
+    """Return a message that an operator sends.
+
+    Args:
+        name: of the operator.
+        args: its arguments, of which one is the process group, or its name.
+        tensors: that it takes and returns. The largest one counts.
+        axes: name of a process group -> axis of the mesh.
+    """
+    names = (argument if isinstance(argument, str) else group_name_of(argument) for argument in args)
+    axis = next((axes[group] for group in names if group is not None and group in axes), "other")
+    largest = max(map(_size, tensors), default=0)
+    return Work(name, tensors[0].dtype if tensors else None, 0, largest, axis)
 
 
 def total_work(items: Iterable[Counter[Work] | Work]) -> Counter[Work]:

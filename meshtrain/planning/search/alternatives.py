@@ -1,0 +1,73 @@
+"""The plans that people usually take, and why another one is faster."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from meshtrain.planning.machine import Machine
+from meshtrain.planning.names import gib
+from meshtrain.planning.search.candidates import Candidate
+from meshtrain.planning.search.estimate import Estimator
+from meshtrain.planning.search.ranking import Found
+
+
+def usual_plans(
+    candidates: Sequence[Candidate], estimator: Estimator, limit_bytes: float, on_host: int
+) -> dict[str, Candidate]:
+    """Return name -> the best candidate of each usual kind; one that fits if there is one.
+
+    Args:
+        candidates: all of them.
+        estimator: of their memory and seconds.
+        limit_bytes: of a process.
+        on_host: number of processes on a host.
+    """
+    kinds: dict[str, Callable[[Candidate], bool]] = {
+        "copies (DDP)": lambda it: it.pp == it.tp == it.dp_shard == 1,
+        "FSDP alone": lambda it: it.pp == it.tp == it.dp_replicate == 1,
+        "FSDP and tp on each host": lambda it: it.pp == it.dp_replicate == 1 and it.tp == on_host > 1,
+        "1F1B without tp": lambda it: it.pp > 1 and it.tp == 1 and it.schedule == "1F1B",
+        "1F1B, tp on each host": lambda it: it.pp > 1 and it.tp == on_host > 1 and it.schedule == "1F1B",
+    }
+    found = {}
+    for name, belongs in kinds.items():
+        estimates = [(it, estimator.estimate(it)) for it in candidates if belongs(it) and estimator.knows(it)]
+        fitting = [(it, estimate) for it, estimate in estimates if estimate.peak_bytes <= limit_bytes]
+        if fitting:
+            found[name] = min(fitting, key=lambda pair: pair[1].seconds)[0]
+        elif estimates:
+            found[name] = min(estimates, key=lambda pair: pair[1].peak_bytes)[0]
+    return found
+
+
+def variants(winner: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Yield what differs from the winner in one setting that people often ask about."""
+    if winner.recompute != "none":
+        yield "without recomputation", replace(winner, recompute="none")
+    else:
+        yield "with full recomputation", replace(winner, recompute="full")
+    if winner.pp > 1 and winner.schedule != "1F1B":
+        yield "with 1F1B", replace(winner, schedule="1F1B", stages_per_rank=1)
+
+
+def reason(loser: Found, winner: Found, machine: Machine) -> str:
+    """Return why a plan loses, in words."""
+    if not loser.fits:
+        lacking = machine.with_fragmentation(loser.use.peak_bytes) - machine.memory_bytes
+        role, size = max(loser.use.at_peak.items(), key=lambda item: item[1])
+        return f"needs {gib(lacking)} GiB too much; the largest part is {role}, {gib(size)} GiB"
+    slower = loser.time.seconds / winner.time.seconds - 1
+    here, there = _parts(winner), _parts(loser)
+    name = max(there, key=lambda part: there[part] - here.get(part, 0.0))
+    more = there[name] - here.get(name, 0.0)
+    return f"{slower:+.1%} seconds; {name} takes {more:,.3g} s more" if more > 0 else f"{slower:+.1%} seconds"
+
+
+def _parts(found: Found) -> dict[str, float]:
+    """Return where the seconds of a step go."""
+    step = found.time.replay
+    waits = step.bubble * step.seconds
+    exposed = {
+        f"waiting for messages over {axis}": it.exposed_seconds for axis, it in step.axes.items() if axis != "pp"
+    }
+    computing = step.seconds - waits - sum(exposed.values())
+    return {"waiting for other stages": waits, "computing": computing, **exposed}

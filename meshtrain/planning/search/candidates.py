@@ -1,0 +1,199 @@
+"""All plans that come into question for a run on some processes."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.schedules import SCHEDULES, ScheduleName
+
+Reshard = Literal["always", "never"]
+# Schedule and stages of a process. GPipe and LoopedBFS hold more activations than their 1F1B
+# counterparts, and are not faster.
+PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
+    ("1F1B", 1),
+    ("Interleaved1F1B", 2),
+    ("Interleaved1F1B", 4),
+    ("InterleavedZeroBubble", 2),
+    ("ZBVZeroBubble", 2),
+    ("DualPipeV", 2),
+)
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The settings in which candidates differ."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    schedule: ScheduleName
+    stages_per_rank: int
+    micro_batch_size: int
+    recompute: Literal["none", "selective", "full"]
+    sequence_parallel: bool
+    reshard: Reshard
+    offload: Literal["none", "cpu"]
+
+    @property
+    def data_degree(self) -> int:
+        """Return the number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages of the pipeline."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int]:
+        """Return the degrees of all axes."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+    def plan(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return a plan with these settings."""
+        tables: dict[str, dict[str, Any]] = {
+            "mesh": {
+                "pp": self.pp,
+                "dp_replicate": self.dp_replicate,
+                "dp_shard": self.dp_shard,
+                "tp": self.tp,
+            },
+            "pipeline": {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank},
+            "tensor": {"sequence_parallel": self.sequence_parallel},
+            "shard": {"reshard_after_forward": self.reshard, "offload": self.offload},
+            "recompute": {"mode": self.recompute},
+        }
+        if self.num_stages != plan.mesh.pp * plan.pipeline.stages_per_rank:
+            # A list for another number of stages does not fit.
+            tables["pipeline"] |= {"layers_per_stage": "balanced", "split_at": None}
+        return plan.model_copy(
+            update={name: getattr(plan, name).model_copy(update=values) for name, values in tables.items()}
+        )
+
+    def described(self) -> str:
+        """Return the settings in a few words."""
+        degrees = zip(("pp", "dp_replicate", "dp_shard", "tp"), self.mesh, strict=True)
+        words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "one process"]
+        if self.pp > 1:
+            words.append(self.schedule + (f" with {self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
+        words.append(f"microbatch {self.micro_batch_size}")
+        words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        words += ["sequence parallel"] if self.sequence_parallel else []
+        words += ["reshard"] if self.reshard == "always" else []
+        words += ["offload"] if self.offload == "cpu" else []
+        return ", ".join(words)
+
+
+class Choices:
+    """The values of each setting: all that come into question, or the one that the user has set.
+
+    Args:
+        config: of the run.
+        pinned: keys that the user has set, such as "plan.mesh.tp".
+    """
+
+    def __init__(self, config: RunConfig, pinned: Collection[str]) -> None:
+        self._config, self._pinned = config, pinned
+
+    def of(self, key: str, options: Sequence[Any]) -> Sequence[Any]:
+        """Return the values of a key."""
+        table = key.rpartition(".")[0]
+        if not ({key, table, "plan"} & set(self._pinned)):
+            return options
+        holder: Any = self._config
+        for part in key.split("."):
+            holder = getattr(holder, part)
+        return [holder]
+
+
+def candidates(
+    config: RunConfig, pinned: Collection[str], world_size: int, num_layers: int, on_host: int
+) -> Iterator[Candidate]:
+    """Yield every plan that comes into question.
+
+    Args:
+        config: of the run.
+        pinned: keys that the user has set, such as "plan.mesh.tp".
+        world_size: number of processes.
+        num_layers: of the model.
+        on_host: number of processes on a host; tp stays inside.
+    """
+    choices = Choices(config, pinned)
+    for tp in choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]):
+        for pp in choices.of("plan.mesh.pp", _divisors(world_size // tp)):
+            if world_size % (tp * pp) or pp > num_layers + 1:
+                continue
+            for replicate, shard in _data_degrees(choices, world_size // (tp * pp), on_host // tp):
+                mesh = pp, replicate, shard, tp
+                for schedule, stages in _pipelines(choices, pp, num_layers):
+                    yield from _variants(config, choices, mesh, schedule, stages)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _data_degrees(choices: Choices, number: int, on_host: int) -> Iterator[tuple[int, int]]:
+    """Yield dp_replicate and dp_shard: no sharding, inside hosts, over all."""
+    for shard in choices.of("plan.mesh.dp_shard", sorted({1, math.gcd(number, on_host), number})):
+        degree = number if shard == -1 else shard
+        for replicate in choices.of("plan.mesh.dp_replicate", [max(1, number // degree)]):
+            # An open dp_shard takes what another axis leaves.
+            wanted = number // replicate if shard == -1 else degree
+            if wanted >= 1 and replicate * wanted == number:
+                yield replicate, wanted
+
+
+def _pipelines(choices: Choices, pp: int, num_layers: int) -> Iterator[tuple[ScheduleName, int]]:
+    if pp == 1:
+        yield "1F1B", 1
+        return
+    schedules = choices.of("plan.pipeline.schedule", sorted({name for name, _ in PIPELINES}))
+    for schedule in schedules:
+        needed = SCHEDULES[schedule].stages_per_rank
+        usual = [stages for name, stages in PIPELINES if name == schedule] or [needed or 2]
+        for stages in choices.of("plan.pipeline.stages_per_rank", usual):
+            if pp * stages <= num_layers + 1:
+                yield schedule, stages
+
+
+def _variants(
+    config: RunConfig, choices: Choices, mesh: tuple[int, int, int, int], schedule: ScheduleName, stages: int
+) -> Iterator[Candidate]:
+    pp, replicate, shard, tp = mesh
+    per_rank = config.global_batch_size // (replicate * shard)
+    is_split = SCHEDULES[schedule].splits_backward and pp > 1
+    rows = [2**power for power in range(MOST_ROWS.bit_length()) if 2**power <= per_rank]
+    usual: Reshard = "never" if pp > 1 or shard == 1 else "always"
+    reshards: list[str] = ["never"] if is_split or shard == 1 else ["always", "never"]
+    for size, recompute, sequence, reshard, offload in product(
+        choices.of("micro_batch_size", rows),
+        choices.of("plan.recompute.mode", RECOMPUTE),
+        choices.of("plan.tensor.sequence_parallel", [True, False] if tp > 1 else [False]),
+        choices.of("plan.shard.reshard_after_forward", reshards),
+        choices.of("plan.shard.offload", ["none", "cpu"]),
+    ):
+        if config.global_batch_size % (replicate * shard * size):
+            continue
+        number = per_rank // size
+        if pp > 1 and not _has_enough(schedule, number, pp, pp * stages):
+            continue
+        resolved = usual if reshard == "auto" else reshard
+        yield Candidate(*mesh, schedule, stages, size, recompute, sequence, resolved, offload)
+
+
+def _has_enough(schedule: ScheduleName, number: int, pp: int, num_stages: int) -> bool:
+    """Return whether a schedule takes a number of microbatches, and all stages have work."""
+    need = SCHEDULES[schedule].microbatches
+    if need == "one per stage" and number < num_stages:
+        return False
+    if need == "equal rounds" and number % max(1, number // pp):
+        return False
+    return number >= pp

@@ -1,0 +1,159 @@
+"""Search the plan that trains a run fastest on some GPUs, and write it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import dump_toml
+from meshtrain.data.cache import write_atomically
+from meshtrain.errors import ConfigError, PlanError
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.planning.machine import Machine, find_machine
+from meshtrain.planning.names import gib
+from meshtrain.planning.search.alternatives import reason, usual_plans, variants
+from meshtrain.planning.search.candidates import Candidate, candidates
+from meshtrain.planning.search.ranking import (
+    Found,
+    Wanted,
+    build_estimator,
+    kinds_of,
+    promising,
+    simulate_all,
+)
+from meshtrain.training.resolve import resolve_run
+
+# Settings of a plan that a search sets. Those for one process fit every model.
+_ALONE = {
+    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
+    "pipeline": {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": "balanced", "split_at": None},
+    "tensor": {"sequence_parallel": False},
+    "shard": {"reshard_after_forward": "auto", "offload": "none"},
+    "recompute": {"mode": "none"},
+}
+
+
+def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str, top: int, out: Path) -> None:
+    """Print the fastest plans for a run, and write the first of them.
+
+    Args:
+        config: of the run. Its data and weights are not read.
+        pinned: keys that the user has set, such as "plan.mesh.tp". They are not varied.
+        world_size: number of processes.
+        gpu: name of the machine.
+        top: number of plans to print.
+        out: the plan file to write.
+
+    Raises:
+        UserError: for a contradiction, a machine that is not known, or if nothing fits.
+    """
+    machine = find_machine(gpu, world_size)
+    wanted = Wanted(config, resolve_run(_alone(config), 1), machine, world_size)
+    found = _candidates(wanted, pinned)
+    estimator = build_estimator(wanted, kinds_of(found))
+    limit = machine.memory_bytes / (1 + machine.config.fragmentation)
+    best = promising(found, estimator, limit)
+    usual = usual_plans(found, estimator, limit, _on_host(machine))
+    chosen = list(dict.fromkeys([*best, *usual.values()]))
+    console.line(f"Of {len(found):,} plans for {world_size} {gpu}, the {len(chosen)} most promising are simulated")
+    simulated = simulate_all(wanted, chosen)
+    fitting = [it for it in simulated if it.fits]
+    if not fitting:
+        _refuse(wanted, simulated)
+    _show(fitting[:top], machine)
+    _show_losers(wanted, usual, simulated, fitting[0])
+    _write(wanted, fitting[0], out)
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=tables), "micro_batch_size": 1})
+
+
+def _on_host(machine: Machine) -> int:
+    if machine.config.speed is None:
+        raise ConfigError(
+            f"--gpu {machine.name}: a search needs to know how fast the machine is, and the description has no table "
+            "[speed]",
+            "measure it with `meshtrain calibrate FILE`, or name a shipped description such as h100-80gb",
+        )
+    return machine.config.speed.processes_per_host
+
+
+def _candidates(wanted: Wanted, pinned: Collection[str]) -> list[Candidate]:
+    """Return every plan that comes into question.
+
+    Raises:
+        PlanError: if what the user has set excludes all of them.
+    """
+    num_layers = len(find_layers(wanted.base.model)[1])
+    found = list(candidates(wanted.config, pinned, wanted.world_size, num_layers, _on_host(wanted.machine)))
+    if not found:
+        # The contradiction is the one that `meshtrain check` finds.
+        resolve_run(wanted.config, wanted.world_size)
+        raise PlanError(
+            f"no plan for {wanted.world_size} processes has the settings {', '.join(sorted(pinned))}",
+            "leave some of them out, or take another number of processes",
+        )
+    return found
+
+
+def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> None:
+    """Say that nothing fits, with the plan that needs least.
+
+    Raises:
+        PlanError: always.
+    """
+    if not simulated:
+        # Every plan contradicts the model or the batches, as `meshtrain check` says.
+        resolve_run(wanted.config, wanted.world_size)
+        raise PlanError("none of the plans can train this run", "see `meshtrain check`")
+    least = min(simulated, key=lambda it: it.use.peak_bytes)
+    lacking = wanted.machine.with_fragmentation(least.use.peak_bytes) - wanted.machine.memory_bytes
+    raise PlanError(
+        f"no plan fits {wanted.world_size} {wanted.machine.name}: {least.candidate.described()} needs least, and "
+        f"{gib(lacking)} GiB too much",
+        "take more processes, larger ones, or a smaller model",
+    )
+
+
+def _show(found: Sequence[Found], machine: Machine) -> None:
+    rows = [
+        (
+            rank,
+            it.candidate.described(),
+            f"{it.time.tokens_per_second:,.0f}",
+            f"{it.time.seconds:,.4g}",
+            f"{it.time.mfu:.1%}",
+            f"{it.time.replay.bubble:.1%}",
+            gib(machine.with_fragmentation(it.use.peak_bytes)),
+        )
+        for rank, it in enumerate(found, start=1)
+    ]
+    columns = ["", "plan", "tokens/s/process", "seconds", "MFU", "waiting", "peak GiB"]
+    console.table(f"The fastest plans that fit {machine.name} ({gib(machine.memory_bytes)} GiB)", columns, rows)
+
+
+def _show_losers(wanted: Wanted, usual: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found) -> None:
+    """Print why the usual plans, and the winner with another setting, are not first."""
+    others = dict(variants(winner.candidate))
+    known = {it.candidate: it for it in simulated}
+    known |= {it.candidate: it for it in simulate_all(wanted, [it for it in others.values() if it not in known])}
+    rows = [
+        (name, it.described(), reason(known[it], winner, wanted.machine))
+        for name, it in {**usual, **others}.items()
+        if it in known and it != winner.candidate
+    ]
+    if rows:
+        console.table("Why the others lose", ["alternative", "its best plan", "reason"], rows)
+
+
+def _write(wanted: Wanted, winner: Found, out: Path) -> None:
+    rows = winner.candidate.micro_batch_size
+    plan = winner.candidate.plan(wanted.config.plan)
+    comment = (
+        f"# Found by meshtrain search for {wanted.world_size} {wanted.machine.name}, with micro_batch_size = {rows}: "
+        f"{winner.time.seconds:,.4g} s a step.\n"
+    )
+    write_atomically(out, comment + dump_toml(plan))
+    console.line(f"Wrote {out}. Train with it: meshtrain train RUN plan={out} micro_batch_size={rows}")

@@ -1,0 +1,247 @@
+"""Memory and seconds of a candidate in closed form.
+
+The numbers of a layer come from simulated steps. A test compares the results with full simulations.
+They choose which candidates are simulated, and are never shown.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
+from meshtrain.config.machine import SpeedConfig
+from meshtrain.config.mesh import DP_SHARD, PP, MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
+from meshtrain.config.schedules import SCHEDULES, ScheduleName
+from meshtrain.models.dtypes import DTYPES
+from meshtrain.parallel.cut.balance import balanced_layers
+from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.search.candidates import Candidate
+from meshtrain.planning.search.layers import LayerNeeds, seconds_of
+from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.speed.rates import GB, Rates
+
+# More microbatches hold no more activations.
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The parameters of a model.
+
+    Attributes:
+        layers: number of parameters of each layer.
+        around: number of parameters before the layers, and after them.
+        layer_flops: per token, of each layer.
+        head_flops: per token, after the layers.
+    """
+
+    layers: tuple[int, ...]
+    around: tuple[int, int]
+    layer_flops: tuple[float, ...]
+    head_flops: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate needs.
+
+    Attributes:
+        peak_bytes: of the fullest process.
+        seconds: of a step.
+    """
+
+    peak_bytes: float
+    seconds: float
+
+
+class Estimator:
+    """Estimates candidates of one run.
+
+    Args:
+        plan: of the run, for its number formats.
+        global_batch_size: in sequences.
+        sizes: of the model.
+        needs: (tp, sequence parallel, recomputation) -> what layers need.
+        speed: of the machine.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        global_batch_size: int,
+        sizes: ModelSizes,
+        needs: Mapping[tuple[int, bool, str], LayerNeeds],
+        speed: SpeedConfig,
+    ) -> None:
+        self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
+        self._needs, self._speed = needs, speed
+        formats = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
+        self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
+        self._has_formats = len(set(formats)) > 1
+        self._cached_seconds = cache(self._part_seconds)
+        self._rates = cache(self._mesh_rates)
+        self._messages = cache(self._message_seconds)
+
+    def knows(self, candidate: Candidate) -> bool:
+        """Return whether the layers of a candidate were simulated."""
+        return _key(candidate) in self._needs
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return what a candidate needs."""
+        shape = _shape(candidate.schedule, candidate.pp, candidate.stages_per_rank, self._sizes)
+        number = self._batch // (candidate.data_degree * candidate.micro_batch_size)
+        return Estimate(
+            # The first one keeps most activations, and the one with the head has the loss.
+            max(self._bytes(candidate, shape, rank, number) for rank in {0, candidate.pp - 1, shape.head_rank}),
+            self._seconds(candidate, shape, number),
+        )
+
+    def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
+        needs = self._needs[_key(candidate)]
+        whole = shape.parameters[rank] / candidate.tp
+        shard = whole / candidate.dp_shard
+        uses_fsdp = candidate.dp_shard > 1 or self._has_formats or candidate.offload == "cpu"
+        state = 0.0 if candidate.offload == "cpu" else 3 * shard * self._parameter
+        if uses_fsdp:
+            layer = max(self._sizes.layers) / candidate.tp * self._compute
+            gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
+            gradients = whole * self._reduce if number > 1 or candidate.pp > 1 else shard * self._parameter
+            # The buffers of a gather and of a reduction.
+            gathered += layer + max(self._sizes.layers) / candidate.tp * self._reduce
+        else:
+            gathered, gradients = 0.0, shard * self._parameter
+        kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
+        chunks = self._chunks(candidate, number)[rank]
+        activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank + needs.extra_bytes
+        activations += needs.head_bytes if rank == shape.head_rank else 0
+        return state + gathered + gradients + activations * candidate.micro_batch_size
+
+    def _chunks(self, candidate: Candidate, number: int) -> list[int]:
+        if candidate.pp == 1:
+            return [1]
+        # In whole rounds. Every schedule takes these numbers.
+        rounds = min(number // candidate.pp, ROUNDS * candidate.stages_per_rank)
+        return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
+
+    def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
+        forward, backward, head = self._cached_seconds(_key(candidate), candidate.micro_batch_size)
+        busy = max(
+            shape.layers[rank] * (forward + backward) + (head if rank == shape.head_rank else 0.0)
+            for rank in range(candidate.pp)
+        )
+        total = number * busy + self._bubble(candidate, busy, number)
+        exposed = self._gather_seconds(candidate, number, forward, backward)
+        update = self._update_seconds(candidate, max(shape.parameters))
+        return total + exposed + update + self._border_seconds(candidate)
+
+    def _part_seconds(self, key: tuple[int, bool, str], rows: int) -> tuple[float, float, float]:
+        """Return the seconds of a layer forward and backward, and of the head."""
+        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=key[0]))
+        needs = self._needs[key]
+        number = len(needs.forward)
+        forward = sum(seconds_of(work, rows, rates) for work in needs.forward) / number
+        backward = sum(seconds_of(work, rows, rates) for work in needs.backward) / number
+        return forward, backward, seconds_of(needs.head, rows, rates)
+
+    def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
+        pp, replicate, shard, tp = mesh
+        plan = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp)
+        return Rates(self._speed, plan, optimizer_on_host=offload == "cpu")
+
+    def _message_seconds(
+        self, mesh: tuple[int, int, int, int], offload: str, name: str, num_bytes: int, axis: str
+    ) -> float:
+        return self._rates(mesh, offload).message_seconds(Work(name, None, 0, num_bytes, axis))
+
+    def _bubble(self, candidate: Candidate, busy: float, number: int) -> float:
+        """Return the seconds in which a process waits for the first and the last microbatches."""
+        if candidate.pp == 1:
+            return 0.0
+        share = 1 / candidate.stages_per_rank
+        if SCHEDULES[candidate.schedule].splits_backward:
+            share /= 2
+        return (candidate.pp - 1) * busy * share
+
+    def _gather_seconds(self, candidate: Candidate, number: int, forward: float, backward: float) -> float:
+        """Return the seconds of FSDP2's messages that nothing hides."""
+        if candidate.dp_shard == 1:
+            return 0.0
+        sizes, tp = self._sizes, candidate.tp
+        layer = max(sizes.layers) / tp
+        where = candidate.mesh, candidate.offload
+        gather = self._messages(*where, "all_gather", int(layer * self._compute), DP_SHARD)
+        reduce = self._messages(*where, "reduce_scatter", int(layer * self._reduce), DP_SHARD)
+        layers = len(sizes.layers) / candidate.pp
+        times = number if candidate.reshard == "always" else 1
+        if not self._speed.is_asynchronous:
+            return layers * (times * gather * (2 if candidate.reshard == "always" else 1) + reduce)
+        hidden = max(0.0, gather - forward), max(0.0, gather - backward), max(0.0, reduce - backward)
+        return layers * (times * (hidden[0] + (hidden[1] if candidate.reshard == "always" else 0.0)) + hidden[2])
+
+    def _update_seconds(self, candidate: Candidate, parameters: int) -> float:
+        shard = parameters / candidate.tp / candidate.dp_shard
+        rate = self._speed.memory_gb_per_second[-1][1]
+        if candidate.offload == "cpu":
+            rate = self._speed.host_memory_gb_per_second
+        # Parameters, gradients and two moments are read, and three of them are written.
+        return 7 * shard * self._parameter / (rate * GB)
+
+    def _border_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of messages between stages that a process waits for."""
+        if candidate.pp == 1:
+            return 0.0
+        needs = self._needs[_key(candidate)]
+        size = min(needs.kept_bytes) * candidate.micro_batch_size
+        crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
+        return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What each pp rank holds.
+
+    Attributes:
+        layers: number of layers.
+        parameters: number of parameters.
+        head_rank: the one that holds the head.
+    """
+
+    layers: tuple[int, ...]
+    parameters: tuple[int, ...]
+    head_rank: int
+
+
+@cache
+def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSizes) -> _Shape:
+    owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages_per_rank), pp)
+    layers, parameters, begin = [0] * pp, [0] * pp, 0
+    for number, owner in zip(balanced_layers(sizes.layer_flops, sizes.head_flops, len(owners)), owners, strict=True):
+        layers[owner] += number
+        parameters[owner] += sum(sizes.layers[begin : begin + number])
+        begin += number
+    parameters[owners[0]] += sizes.around[0]
+    parameters[owners[-1]] += sizes.around[1]
+    return _Shape(tuple(layers), tuple(parameters), owners[-1])
+
+
+def _key(candidate: Candidate) -> tuple[int, bool, str]:
+    return candidate.tp, candidate.sequence_parallel, candidate.recompute
+
+
+@cache
+def _live_chunks(schedule: ScheduleName, pp: int, stages_per_rank: int, number: int) -> list[int]:
+    """Return for each pp rank how many passes keep their activations at once, at most."""
+    owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages_per_rank), pp)
+    found = []
+    for passes in pass_orders(schedule, owners, number):
+        separate = {(it.stage, it.microbatch) for it in passes if it.phase == WEIGHTS}
+        level = highest = 0
+        for it in passes:
+            if it.phase == FORWARD:
+                level += 1
+            elif it.phase == WEIGHTS or (it.phase == BACKWARD and (it.stage, it.microbatch) not in separate):
+                level -= 1
+            highest = max(highest, level)
+        found.append(highest)
+    return found
