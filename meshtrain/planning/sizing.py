@@ -1,8 +1,10 @@
 """A run on a machine: all that is known before its launch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from meshtrain.parallel.account import StageShare, account
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.names import gib, ranks_named, shown_seconds
 from meshtrain.planning.needs import Needs
@@ -34,6 +36,11 @@ class Sizing:
     def name(self) -> str:
         """Return the name of the run."""
         return Path(self.resolved.config.run_directory).name
+
+    @cached_property
+    def shares(self) -> list[StageShare]:
+        """Return what each stage holds."""
+        return account(self.resolved.model, self.resolved.plan)
 
     def key_figures(self) -> dict[str, str]:
         """Return the most important values by name."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from meshtrain.config.toml import dump_toml
-from meshtrain.parallel.account import account
 from meshtrain.pictures.memory import draw_memory_bars, draw_memory_curve
 from meshtrain.pictures.mesh_grid import draw_mesh
 from meshtrain.pictures.message_bars import draw_messages
@@ -82,9 +81,7 @@ def _notes(*texts: str) -> Iterator[Html]:
 
 
 def _mesh(sizing: Sizing) -> Iterator[Html]:
-    shares = account(sizing.resolved.model, sizing.resolved.plan)
-    yield figure(partial(draw_mesh, mesh_grid(sizing.resolved.plan.mesh, shares)))
-    yield shown_table(shares_table(shares))
+    yield figure(partial(draw_mesh, mesh_grid(sizing.resolved.plan.mesh, sizing.shares)))
 
 
 def _memory(sizing: Sizing) -> Iterator[Html]:
@@ -118,7 +115,8 @@ def _messages(sizing: Sizing) -> Iterator[Html]:
 
 
 def _plan(sizing: Sizing) -> Iterator[Html]:
-    for table in (plan_table(sizing.resolved), *border_tables(sizing.resolved)):
+    tables = plan_table(sizing.resolved), shares_table(sizing.shares), *border_tables(sizing.resolved)
+    for table in tables:
         yield shown_table(table)
     yield paragraph(batch_equation(sizing.resolved), style="note")
     yield folded_text("The resolved plan as a file", dump_toml(sizing.resolved.plan))
