@@ -35,9 +35,7 @@ def has_stages(time: StepTime) -> bool:
 def estimates_remark(machine: Machine) -> str:
     """Return which constants of the speed were not measured; empty if all were."""
     names = [name.removeprefix("speed.") for name in machine.estimates() if name.startswith("speed.")]
-    if not names:
-        return ""
-    return f"Not measured, but from datasheets or assumed: {', '.join(names)}. `meshtrain calibrate` measures them."
+    return f"From datasheets or assumed, not measured: {', '.join(names)}." if names else ""
 
 
 def compilation_remark(resolved: ResolvedRun) -> str:

@@ -101,7 +101,7 @@ def test_sentences_and_key_figures_are_those_printed(shown: Shown) -> None:
     assert verdict in shown.printed
     assert time in shown.printed
     assert any(text.startswith("Assumed, not measured: 2 GiB") and text in shown.printed for text in remarks)
-    assert any(text.startswith("Not measured, but") and text in shown.printed for text in remarks)
+    assert any(text.startswith("From datasheets or assumed") and text in shown.printed for text in remarks)
     found = figures(shown.page)
     assert f"A step takes {found['time of a step']}, {found['bubble']} of it waiting for other stages" in shown.printed
     assert f": {found['tokens/s per process']} tokens per second and process, MFU {found['MFU']}" in shown.printed

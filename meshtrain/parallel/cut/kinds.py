@@ -45,7 +45,7 @@ def two_layers_of_each_kind(layers: Sequence[nn.Module], used: set[int], sources
 
 class _Runner:
     def __init__(self, layers: Sequence[nn.Module], used: set[int], sources: Container[int]) -> None:
-        self._kinds, self._used, self._sources = _kinds(layers), used, sources
+        self._kinds, self._used, self._sources = kinds_of(layers), used, sources
         self._runs: Counter[tuple[Any, Any]] = Counter()
         self._known: dict[tuple[Any, Any], tuple[Any, list[Path]]] = {}
 
@@ -67,7 +67,7 @@ class _Runner:
         return result
 
 
-def _kinds(layers: Sequence[nn.Module]) -> list[Any]:
+def kinds_of(layers: Sequence[nn.Module]) -> list[Any]:
     """Return for each layer what decides how it computes: modules, shapes and plain attributes."""
     tables = [dict(_attributes(layer)) for layer in layers]
     values: dict[Any, list[Any]] = defaultdict(list)

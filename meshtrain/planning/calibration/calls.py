@@ -35,6 +35,7 @@ class Call:
         operator: its full name.
         key: its name in the description of a machine.
         size: operations or bytes, as in `operator_size`.
+        num_bytes: that it reads and writes.
         args: with a `TensorShape` in place of each tensor.
         kwargs: likewise.
     """
@@ -42,12 +43,13 @@ class Call:
     operator: str
     key: str
     size: int
+    num_bytes: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, args: Any, kwargs: Any) -> None:
-        """Call the operator."""
-        operator_of(self.operator)(*args, **kwargs)
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the operator, and return its result."""
+        return operator_of(self.operator)(*args, **kwargs)
 
 
 class CallRecorder(Recorder):
@@ -63,7 +65,7 @@ class CallRecorder(Recorder):
         key, size = operator_key(work), operator_size(work)
         if (key, size) not in self.calls and 0 < work.num_bytes <= LARGEST_BYTES:
             shapes = _without_values(list(args)), _without_values(kwargs)
-            self.calls[key, size] = Call(full_name_of(func), key, size, tuple(shapes[0]), shapes[1])
+            self.calls[key, size] = Call(full_name_of(func), key, size, work.num_bytes, tuple(shapes[0]), shapes[1])
 
 
 def record_calls(runs: Sequence[SimulatedRun]) -> list[Call]:

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from meshtrain.planning.calibration.calls import Call, with_values
 
 # Every point is measured for about as long, in a few rounds.
 SECONDS, ROUNDS = 0.04, 5
+# More than the caches of a processor hold.
+COLD_BYTES, MOST_COPIES = 2**26, 16
 Point = tuple[float, float]
 
 
@@ -45,10 +48,29 @@ def measure_operators(calls: Sequence[Call], device: torch.device) -> dict[str, 
     """Return operator -> points [operations or bytes, seconds], ascending."""
     found: dict[str, list[Point]] = {}
     for call in calls:
-        args, kwargs = with_values(list(call.args), device), with_values(call.kwargs, device)
-        seconds = seconds_of(lambda: call.run(args, kwargs), device)  # noqa: B023 - called at once
-        found.setdefault(call.key, []).append((float(call.size), seconds))
+        found.setdefault(call.key, []).append((float(call.size), seconds_of(_Rotation(call, device), device)))
     return found
+
+
+class _Rotation:
+    """Calls an operator with other tensors each time.
+
+    In a step, an operator finds little of what it needs in the caches of the processor, and what it
+    returns is kept for a while.
+    """
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        number = max(2, min(MOST_COPIES, COLD_BYTES // max(1, call.num_bytes)))
+        self._call = call
+        self._arguments = deque(
+            (with_values(list(call.args), device), with_values(call.kwargs, device)) for _ in range(number)
+        )
+        self._results: deque[object] = deque(maxlen=number)
+
+    def __call__(self) -> None:
+        args, kwargs = self._arguments[0]
+        self._arguments.rotate(-1)
+        self._results.append(self._call.run(args, kwargs))
 
 
 def measure_memory(device: torch.device) -> list[Point]:

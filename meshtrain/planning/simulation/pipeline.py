@@ -1,26 +1,25 @@
 """Simulate every process of a run that differs from the others."""
 
-import copy
 import math
+import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-import torch
 import torch.distributed as dist
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
-from meshtrain.models.build import build_meta_model
-from meshtrain.models.dtypes import DTYPES
-from meshtrain.models.fused import unfuse
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.simulation.expansion import with_all_layers
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.outline import StageOutline, outline_stages, with_layers
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank, simulate_without_passes
 from meshtrain.runtime.ranks import RankError, run_on_ranks
 
 # A few first microbatches, the last ones, and one between them.
@@ -44,34 +43,76 @@ class Simulation:
 def simulate(run: SimulatedRun) -> Simulation:
     """Simulate the first process of each pp rank.
 
-    Processes with like stages are simulated once, with as few microbatches as the schedule allows.
-    The steps of the others are put together from the passes of that simulation, in the order of
-    their schedule.
+    Processes with like stages are simulated once, with as few microbatches as the schedule allows,
+    and with a few layers of each kind. The steps of all processes are put together from the passes
+    of that simulation, in the order of their schedule.
     """
+    try:
+        return _simulate(run, outline_stages(run, all_layers=False))
+    except LayersNeededError:
+        return _simulate(run, outline_stages(run, all_layers=True))
+
+
+def _simulate(run: SimulatedRun, stages: Sequence[StageOutline]) -> Simulation:
     plan = run.plan
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     number = num_microbatches(plan, run.batch)
     short = min(number, _fewest_microbatches(run, len(owners)))
     orders, short_orders = (_orders(run, owners, some) for some in (number, short))
-    stages = _stages_of(run)
-    kinds = [_kind(stage, run) for stage in stages]
     held = [tuple(stage for stage, owner in enumerate(owners) if owner == rank) for rank in range(plan.mesh.pp)]
     alike: dict[tuple[object, ...], int] = {}
     for rank, indices in enumerate(held):
         # The last of them, which has the fewest microbatches at once.
-        alike[tuple(kinds[stage] for stage in indices)] = rank
+        alike[tuple(stages[stage].kind for stage in indices)] = rank
     chosen = sorted(alike.values())
-    simulated = dict(zip(chosen, _simulate_ranks(_shortened(run, short), chosen), strict=True))
+    tasks = [_task(_shortened(run, short), stages, held[rank], rank) for rank in chosen]
+    simulated = dict(zip(chosen, _simulate_all(tasks), strict=True))
     for rank, profile in simulated.items():
         if profile.passes() != short_orders[rank]:
             raise RuntimeError(f"torch runs {profile.passes()} on pp rank {rank}, and not {short_orders[rank]}")
     profiles = []
     for rank, indices in enumerate(held):
-        like = alike[tuple(kinds[stage] for stage in indices)]
+        like = alike[tuple(stages[stage].kind for stage in indices)]
         mapping = dict(zip(indices, held[like], strict=True))
         profiles.append(simulated[like].with_passes(number, orders[rank], mapping))
-    firsts = tuple(stage.first_layer for stage in stages)
-    return Simulation(tuple(profiles), firsts)
+    firsts = accumulate((len(stage.layers) for stage in stages[:-1]), initial=0)
+    return Simulation(tuple(profiles), tuple(firsts))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The simulation of one process.
+
+    Attributes:
+        rank: of the process.
+        few: the run with a few layers.
+        full: the run with all layers of the process; None if there are no others.
+        likes: stage -> for each of its layers, the one of the few that does the same.
+    """
+
+    rank: int
+    few: SimulatedRun
+    full: SimulatedRun | None
+    likes: dict[int, tuple[int, ...]]
+
+    def run(self) -> RankProfile:
+        """Return what the process does in a step."""
+        profile = simulate_rank(self.few, self.rank)
+        if self.full is None:
+            return profile
+        return with_all_layers(profile, simulate_without_passes(self.full, self.rank), self.likes)
+
+
+def _task(run: SimulatedRun, stages: Sequence[StageOutline], held: Sequence[int], pp_rank: int) -> _Task:
+    rank = pp_rank * (run.plan.mesh.world_size // run.plan.mesh.pp)
+    likes = {stage: stages[stage].likes for stage in held}
+    if not any(stage.leaves_out for stage in stages):
+        return _Task(rank, run, None, likes)
+    few = with_layers(run, [stage.kept for stage in stages])
+    if not any(stages[stage].leaves_out for stage in held):
+        return _Task(rank, few, None, likes)
+    full = with_layers(run, [it.layers if index in held else it.kept for index, it in enumerate(stages)])
+    return _Task(rank, few, full, likes)
 
 
 def _orders(run: SimulatedRun, owners: list[int], number: int) -> list[list[Pass]]:
@@ -95,47 +136,23 @@ def _shortened(run: SimulatedRun, number: int) -> SimulatedRun:
     return replace(run, batch=replace(run.batch, global_batch_size=size))
 
 
-def _stages_of(run: SimulatedRun) -> list[Stage]:
-    model = build_meta_model(
-        copy.deepcopy(run.hf_config),
-        dtype=DTYPES[run.plan.precision.parameters],
-        attention=run.attention,
-        trust_remote_code=run.trust_remote_code,
-    )
-    unfuse(model, run.plan.tensor.fused)
-    layers = run.plan.pipeline.layers_per_stage
-    assert isinstance(layers, list), "the plan is not resolved"
-    return cut(model, layers, range(len(layers)), getattr(torch, run.plan.precision.compute))
-
-
-def _kind(stage: Stage, run: SimulatedRun) -> tuple[object, ...]:
-    """Return a value that is equal for stages that compute the same."""
-    types = getattr(run.hf_config.get_text_config(), "layer_types", None) or ()
-    shapes = []
-    for index, layer in enumerate(stage.own_layers(), start=stage.first_layer):
-        parameters = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-        recomputes = index % run.plan.recompute.every == 0
-        shapes.append((type(layer), types[index : index + 1], recomputes, parameters))
-    received, sent = stage.channel.routes.received if stage.structure else (), len(stage.tied)
-    return stage.is_first, stage.is_last, len(received), sent, tuple(map(str, shapes))
-
-
-def _simulate_ranks(run: SimulatedRun, chosen: Sequence[int]) -> list[RankProfile]:
-    """Simulate the first process of some pp ranks, on all cores of this machine."""
-    width = run.plan.mesh.world_size // run.plan.mesh.pp
-    ranks = [rank * width for rank in chosen]
-    if len(ranks) == 1 and not dist.is_initialized():
-        return [simulate_rank(run, ranks[0])]
-    workers = min(len(ranks), num_cores())
+def _simulate_all(tasks: Sequence[_Task]) -> list[RankProfile]:
+    """Simulate some processes, on all cores of this machine."""
+    # A process of a search is one of all cores already.
+    if (len(tasks) == 1 and not dist.is_initialized()) or multiprocessing.current_process().daemon:
+        return [task.run() for task in tasks]
+    workers = min(len(tasks), num_cores())
     try:
-        answers = run_on_ranks(workers, _simulate_share, run, ranks, joins=False, timeout=SECONDS)
+        answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)
     except RankError as error:
-        raise (error.original if isinstance(error.original, UserError) else error) from None
+        if isinstance(error.original, UserError | LayersNeededError):
+            raise error.original from None
+        raise error from None
     found = {rank: profile for answer in answers for rank, profile in answer}
-    return [found[rank] for rank in ranks]
+    return [found[task.rank] for task in tasks]
 
 
-def _simulate_share(run: SimulatedRun, ranks: Sequence[int]) -> list[tuple[int, RankProfile]]:
-    """Simulate this worker's share of some ranks."""
-    own = ranks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    return [(rank, simulate_rank(run, rank)) for rank in own]
+def _simulate_share(tasks: Sequence[_Task]) -> list[tuple[int, RankProfile]]:
+    """Simulate this worker's share of some processes."""
+    own = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    return [(task.rank, task.run()) for task in own]

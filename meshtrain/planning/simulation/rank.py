@@ -1,6 +1,7 @@
 """Simulate the step of one process of a run."""
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.dtensor import local_part
 from meshtrain.compat.fake import (
@@ -35,6 +36,8 @@ from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
+from meshtrain.planning.simulation.fewer_layers import keep_layers
+from meshtrain.planning.simulation.no_passes import without_passes
 from meshtrain.planning.simulation.optimizer import FakeAdamW
 from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
@@ -61,6 +64,7 @@ class SimulatedRun:
         optimizer: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
+        layers: indices of the layers of the model that exist, ascending; None: all.
     """
 
     hf_config: PretrainedConfig
@@ -72,6 +76,7 @@ class SimulatedRun:
     optimizer: OptimizerConfig
     granularity: int = 1
     on_gpus: bool = False
+    layers: tuple[int, ...] | None = None
 
 
 class Watch:
@@ -123,16 +128,22 @@ class Watch:
         def begin_backward(gradient: Tensor) -> None:
             recorder.move(place)
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if recorder.actions[-1].phase != FORWARD[0]:
-                # The layer is computed again in the backward pass, which goes on in it.
-                return
-            recorder.move(behind)
-            for tensor in tensors_of(output)[:1]:
+        def is_again() -> bool:
+            # The layer is computed again in the backward pass, which goes on in it.
+            return recorder.actions[-1].phase != FORWARD[0]
+
+        def watch_gradient(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in () if is_again() else tensors_of(output)[:1]:
                 if tensor.requires_grad:
                     tensor.register_hook(begin_backward)
 
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if not is_again():
+                recorder.move(behind)
+
         layer.register_forward_pre_hook(begin)
+        # Before the hook of FSDP2, which gathers the parameters of this layer in its backward pass.
+        layer.register_forward_hook(watch_gradient, prepend=True)
         layer.register_forward_hook(end)
 
 
@@ -162,19 +173,31 @@ def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
     return profile_of(record_rank(run, rank, Recorder), num_microbatches(run.plan, run.batch))
 
 
-def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
+def simulate_without_passes(run: SimulatedRun, rank: int) -> RankProfile:
+    """Return what one process does in a step before and after the passes of microbatches.
+
+    Its parameters get gradients in place of the passes. The arguments are those of `simulate_rank`.
+    """
+    recorder = record_rank(run, rank, Recorder, without_passes)
+    return profile_of(recorder, num_microbatches(run.plan, run.batch))
+
+
+def record_rank(
+    run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline] = lambda it: it
+) -> AnyRecorder:
     """Return a recorder that has seen the step of one process.
 
     Args:
         run: of which the process is a part.
         rank: its number.
         kind: class of the recorder.
+        change: of the pipeline that takes the step.
 
     Raises:
         ModelError: for a class with an operator that needs values.
     """
     try:
-        return _record(run, rank, kind)
+        return _record(run, rank, kind, change)
     except NEEDS_VALUES as error:
         raise ModelError(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
@@ -183,14 +206,24 @@ def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRec
         ) from error
 
 
-def _record(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
-    plan = run.plan
+def build_run_model(run: SimulatedRun) -> PreTrainedModel:
+    """Return the model of a run on the meta device, with the layers that exist in the run."""
     model = build_meta_model(
         copy.deepcopy(run.hf_config),
-        dtype=DTYPES[plan.precision.parameters],
+        dtype=DTYPES[run.plan.precision.parameters],
         attention=run.attention,
         trust_remote_code=run.trust_remote_code,
     )
+    if run.layers is not None:
+        keep_layers(model, run.layers)
+    return model
+
+
+def _record(
+    run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline]
+) -> AnyRecorder:
+    plan = run.plan
+    model = build_run_model(run)
     with fake_process_group(rank, plan.mesh.world_size), ExitStack() as stack:
         fake = fake_tensors()
         pipeline = build_pipeline(
@@ -208,6 +241,7 @@ def _record(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorde
         recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
+        pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
             loss=build_loss(pipeline),

@@ -1,0 +1,73 @@
+"""Put the step of a process with many layers together from one with a few of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
+from meshtrain.planning.simulation.recorder import Role
+
+# What exists before the step, and depends on the number of layers.
+STATE = (Role.PARAMETERS, Role.BUFFERS, Role.OPTIMIZER)
+
+
+def with_all_layers(few: RankProfile, outside: RankProfile, likes: Mapping[int, Sequence[int]]) -> RankProfile:
+    """Return the step of a process with all of its layers.
+
+    Args:
+        few: the step with a few layers.
+        outside: what a process with all layers does before and after the passes of microbatches.
+        likes: stage -> for each of its layers, the one of the few that does the same.
+
+    Raises:
+        LayersNeededError: if it is not known what a single layer does.
+    """
+    before, passes, _ = few.parts()
+    full_before, _, behind = outside.parts()
+    actions = [_with_state_of(full_before[0], before[0]), *before[1:]]
+    for at, found in passes.items():
+        actions += _with_layers(found, likes[at.stage])
+    return RankProfile((*actions, *behind), few.num_microbatches, few.between_stages)
+
+
+def _with_state_of(full: ActionProfile, few: ActionProfile) -> ActionProfile:
+    """Return what exists before a step, with the state of another number of layers."""
+    state = [ROLES.index(role) for role in STATE]
+    taken, kept = np.isin(full.roles, state), ~np.isin(few.roles, state)
+    return replace(
+        few,
+        changes=np.concatenate([full.changes[taken], few.changes[kept]]),
+        roles=np.concatenate([full.roles[taken], few.roles[kept]]),
+    )
+
+
+def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:
+    """Return a pass of a microbatch through all layers of a stage."""
+    if list(likes) == list(range(len(likes))):
+        return list(actions)
+    found: list[ActionProfile] = []
+    for phase, group in groupby(actions, key=lambda action: action.phase):
+        part = list(group)
+        found += part if phase.startswith("after ") else _phase_with_layers(part, likes)
+    return found
+
+
+def _phase_with_layers(actions: list[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:
+    ends = [end for end, action in enumerate(actions, start=1) if isinstance(action.place, int)]
+    places = [actions[end - 1].place for end in ends]
+    order = range(len(likes))
+    if places == sorted(places, reverse=True):  # type: ignore[type-var]
+        order = order[::-1]
+    if sorted(places) != list(range(len(places))) or not {*likes} <= {*places}:  # type: ignore[type-var]
+        raise LayersNeededError(f"in the {actions[0].phase} pass its layers run in the order {places}")
+    # What is between two layers belongs to the second one.
+    units = {place: actions[begin:end] for place, (begin, end) in zip(places, pairwise([0, *ends]), strict=True)}
+    found = [_moved(action, index) for index in order for action in units[likes[index]]]
+    return [*found, *actions[ends[-1] :]]
+
+
+def _moved(action: ActionProfile, place: int) -> ActionProfile:
+    return replace(action, place=place) if isinstance(action.place, int) else action

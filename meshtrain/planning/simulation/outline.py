@@ -1,0 +1,161 @@
+"""What the stages of a run consist of, without a simulation."""
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import TensorPlan
+from meshtrain.config.schedules import SCHEDULES
+from meshtrain.errors import ModelError
+from meshtrain.models.fused import unfuse
+from meshtrain.parallel.cut.kinds import kinds_of
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.cut.stage import find_borders
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError, check_stream, keep_layers
+from meshtrain.planning.simulation.layers import fewest_layers, likes
+from meshtrain.planning.simulation.rank import SimulatedRun, build_run_model
+
+# The settings of a plan that name modules.
+RULES = ("styles", "fused", "local_attributes", "local_inputs")
+# The number of a layer in a pattern. Behind `*`, which stands for a layer, it is that of an expert.
+_NUMBER = re.compile(r"([^*]*?\.)(\d+)(\..*)?")
+
+
+@dataclass(frozen=True)
+class StageOutline:
+    """What a stage consists of.
+
+    Attributes:
+        layers: indices of its layers in the model.
+        kept: those of them that show what all of them do.
+        likes: for each layer, the position in `kept` of one that does the same.
+        kind: equal for stages that compute the same.
+    """
+
+    layers: tuple[int, ...]
+    kept: tuple[int, ...]
+    likes: tuple[int, ...]
+    kind: tuple[Hashable, ...]
+
+    @property
+    def leaves_out(self) -> bool:
+        """Return whether some layers are not kept."""
+        return len(self.kept) < len(self.layers)
+
+
+def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]:
+    """Return the outlines of all stages.
+
+    Args:
+        run: whose plan is resolved.
+        all_layers: whether all layers are kept.
+
+    Raises:
+        LayersNeededError: if the layers of the model must not be left out, and some were.
+    """
+    model = build_run_model(run)
+    kinds = _layer_kinds(model, run)
+    stages = _layers_of_stages(run)
+    # Such a schedule computes the gradients of all weights of a stage in one pass.
+    all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
+    kept = [
+        layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers]))
+        for layers in stages
+    ]
+    borders = _borders(model, run, stages, kept)
+    return [
+        StageOutline(
+            layers,
+            few,
+            tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few])) if layers else (),
+            (*border, *(kinds[it] for it in layers)),
+        )
+        for layers, few, border in zip(stages, kept, borders, strict=True)
+    ]
+
+
+def with_layers(run: SimulatedRun, stages: Sequence[Sequence[int]]) -> SimulatedRun:
+    """Return a run with some layers of the model only.
+
+    Args:
+        stages: indices of the layers of each stage.
+    """
+    kept = tuple(layer for layers in stages for layer in layers)
+    pipeline = run.plan.pipeline.model_copy(update={"layers_per_stage": [len(layers) for layers in stages]})
+    plan = run.plan.model_copy(update={"pipeline": pipeline, "tensor": _rules_of_layers(run.plan.tensor, kept)})
+    return replace(run, plan=plan, layers=kept)
+
+
+def _rules_of_layers(plan: TensorPlan, kept: Sequence[int]) -> TensorPlan:
+    """Return the rules of a plan with the numbers that the kept layers have then."""
+    return plan.model_copy(update={name: _renumbered(getattr(plan, name), kept) for name in RULES})
+
+
+def _renumbered(rules: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    positions = {str(index): position for position, index in enumerate(kept)}
+    found = {}
+    for pattern, rule in rules.items():
+        numbered = _NUMBER.fullmatch(pattern)
+        if numbered is None:
+            found[pattern] = rule
+        elif numbered[2] in positions:
+            found[f"{numbered[1]}{positions[numbered[2]]}{numbered[3] or ''}"] = rule
+    return found
+
+
+def _layers_of_stages(run: SimulatedRun) -> list[tuple[int, ...]]:
+    numbers = run.plan.pipeline.layers_per_stage
+    assert isinstance(numbers, list), "the plan is not resolved"
+    return [tuple(range(first, end)) for first, end in pairwise(accumulate(numbers, initial=0))]
+
+
+def _layer_kinds(model: PreTrainedModel, run: SimulatedRun) -> list[Hashable]:
+    """Return for each layer a value that is equal for those that compute the same."""
+    _, layers = find_layers(model)
+    types = getattr(run.hf_config.get_text_config(), "layer_types", None) or ()
+    every = run.plan.recompute.every
+    return [
+        (kind, *types[index : index + 1], index % every, _parameters(layer))
+        for index, (kind, layer) in enumerate(zip(kinds_of([*layers]), layers, strict=True))
+    ]
+
+
+def _parameters(layer: nn.Module) -> Hashable:
+    return tuple((name, it.shape, it.dtype, it.requires_grad) for name, it in layer.named_parameters())
+
+
+def _borders(
+    model: PreTrainedModel, run: SimulatedRun, stages: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
+) -> list[tuple[Hashable, ...]]:
+    """Return what each stage has besides its layers. The model is changed."""
+    leaves_out = [*stages] != [*kept]
+    if len(stages) == 1 and not leaves_out:
+        return [()]
+    keep_layers(model, [layer for layers in kept for layer in layers])
+    unfuse(model, run.plan.tensor.fused)
+    try:
+        structure, routes = find_borders(
+            model, [len(layers) for layers in kept], getattr(torch, run.plan.precision.compute)
+        )
+    except ModelError as error:
+        if leaves_out:
+            raise LayersNeededError(f"its passes are not known: {error}") from error
+        raise
+    if leaves_out:
+        check_stream(structure.trace)
+    calls = structure.trace.calls
+    return [
+        (
+            index == 0,
+            index == len(stages) - 1,
+            len(route.received),
+            *(calls[number].name for number in sorted(route.own) if calls[number].layer is None),
+        )
+        for index, route in enumerate(routes)
+    ]
