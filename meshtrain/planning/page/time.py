@@ -11,7 +11,10 @@ MESSAGE_STYLES = {"exposed": "vermillion", "behind computation": "blue"}
 def message_seconds(time: StepTime) -> StackedBars:
     """Return the seconds of messages over each axis, as bars."""
     bars = tuple(
-        Bar(axis, {"exposed": times.exposed_seconds, "behind computation": times.seconds - times.exposed_seconds})
+        Bar(
+            axis,
+            {"exposed": times.exposed_seconds, "behind computation": max(0.0, times.seconds - times.exposed_seconds)},
+        )
         for axis, times in sorted(time.replay.axes.items())
     )
     return StackedBars("Time of the messages over each axis", bars, MESSAGE_STYLES, "seconds")
