@@ -162,6 +162,9 @@ def plan(
             metavar="NAME", help="Show what each process needs on this GPU: a name, a machine file, or `cpu`."
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="With --gpu: also write a page with drawings.")
+    ] = None,
 ) -> None:
     """Show the resolved plan of a run. With --gpu: memory, messages and work of each process.
 
@@ -169,13 +172,17 @@ def plan(
     """
     if as_toml and gpu is not None:
         raise ConfigError("--toml shows the plan as a file, and --gpu what it needs", "leave one of them out")
+    if html is not None:
+        if gpu is None:
+            raise ConfigError("--html shows what a plan needs on a machine", "add --gpu, or leave it out")
+        check_writable("--html", html)
     from meshtrain.config.toml import dump_toml, load_run
 
     config = load_run(run, overrides or ())
     if gpu is not None:
         from meshtrain.planning.command import show_needs
 
-        if not show_needs(config, world_size, gpu):
+        if not show_needs(config, world_size, gpu, html):
             raise typer.Exit(DOES_NOT_FIT)
         return
     from meshtrain.training.report import show_plan

@@ -17,4 +17,5 @@ Drawings
 
 Data
     timeline: what processes do, and when.
+    tables: a table, which the screen and a page show alike.
 """

@@ -83,7 +83,8 @@ class MemoryCurve:
         moments: in order; at least one.
         end: position of the end of the step.
         unit: of the positions.
-        limit_bytes: memory of the device.
+        limit_bytes: that may be used.
+        limit_name: what the limit is.
     """
 
     name: str
@@ -91,6 +92,7 @@ class MemoryCurve:
     end: float
     unit: Literal["seconds", "actions"]
     limit_bytes: int | None = None
+    limit_name: str = "limit"
 
     @property
     def peak(self) -> Moment:
@@ -187,7 +189,7 @@ def _limit(curve: MemoryCurve, across: Scale, up: Scale) -> str:
     if curve.limit_bytes is None:
         return ""
     y = up.at(curve.limit_bytes)
-    text = f"limit {shown_value(curve.limit_bytes, 'bytes')}"
+    text = f"{curve.limit_name} {shown_value(curve.limit_bytes, 'bytes')}"
     drawn = line(across.start, y, across.end, y, "limit")
     return drawn + label(across.end, up.end - 9, text, anchor="end", style="alarm halo")
 
@@ -210,5 +212,7 @@ def _sizes(moment: Moment, parts: Sequence[str] | Mapping[str, str]) -> str:
 
 
 def _description(curve: MemoryCurve, parts: Sequence[str]) -> str:
-    limit = "" if curve.limit_bytes is None else f" The limit is {shown_value(curve.limit_bytes, 'bytes')}."
+    limit = (
+        "" if curve.limit_bytes is None else f" The {curve.limit_name} is {shown_value(curve.limit_bytes, 'bytes')}."
+    )
     return f"The peak is at {curve.peak.name}: {_sizes(curve.peak, parts)}.{limit}"

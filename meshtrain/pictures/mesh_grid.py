@@ -75,7 +75,7 @@ def _shown_rows(number: int) -> Sequence[int]:
 def _named(mesh: MeshGrid, pp_rank: int) -> str:
     first = pp_rank * mesh.width
     name = f"pp {pp_rank}: " if len(mesh.holds) > 1 else ""
-    return f"{name}rank {first:,}" if mesh.width == 1 else f"{name}ranks {first:,}-{first + mesh.width - 1:,}"
+    return f"{name}rank {first}" if mesh.width == 1 else f"{name}ranks {first}-{first + mesh.width - 1}"
 
 
 def _row(mesh: MeshGrid, pp_rank: int, width: int, top: float) -> tuple[str, float]:
@@ -135,7 +135,7 @@ def _group(mesh: MeshGrid, pp_rank: int, group: tuple[int, ...], left: float, to
         for coordinate, degree in zip(coordinates, degrees, strict=True):
             rank = rank * degree + coordinate
         x = left + place * CELL_WIDTH
-        tip = f"rank {rank:,}: {_coordinates(mesh, pp_rank, coordinates)}. {mesh.holds[pp_rank]}"
+        tip = f"rank {rank}: {_coordinates(mesh, pp_rank, coordinates)}. {mesh.holds[pp_rank]}"
         drawn.append(box(x, top, CELL_WIDTH, CELL_HEIGHT, f"{style} cell", tip=tip))
         drawn.append(label(x + CELL_WIDTH / 2, top + 17, str(rank), anchor="middle", style=f"on-{style} small"))
     frame = box(left - 2, top - 2, inner * CELL_WIDTH + 4, CELL_HEIGHT + 4, "frame") if inner > 1 else ""

@@ -12,6 +12,7 @@ from typing import NewType
 
 from meshtrain.pictures.style import patterns, style_sheet
 from meshtrain.pictures.svg import Picture
+from meshtrain.pictures.tables import Table
 
 Html = NewType("Html", str)
 """A text that is HTML. Functions that return it have escaped what they were given."""
@@ -69,8 +70,13 @@ class Page:
 
 
 def paragraph(text: str, *, style: str = "") -> Html:
-    """Return a paragraph. The style "note" is for remarks, "alarm" for problems."""
-    return Html(f'<p class="{style}">{escape(text)}</p>' if style else f"<p>{escape(text)}</p>")
+    """Return a paragraph.
+
+    The style "note" is for remarks, "alarm" for problems, "verdict" for an answer, which may be a
+    problem too, and "advice" for what follows from it. Words between backticks are code.
+    """
+    content = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return Html(f'<p class="{style}">{content}</p>' if style else f"<p>{content}</p>")
 
 
 def heading(text: str) -> Html:
@@ -115,6 +121,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         + _box(title, f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
         + "</figure>"
     )
+
+
+def shown_table(found: Table) -> Html:
+    """Return a table that the screen shows too."""
+    return table(found.title, found.columns, found.rows)
 
 
 def _cell(text: str, is_number: bool) -> str:

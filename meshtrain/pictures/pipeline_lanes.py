@@ -6,7 +6,7 @@ from itertools import groupby
 
 from meshtrain.pictures.scales import Scale, shown_value, unit_for
 from meshtrain.pictures.svg import CHARACTER_WIDTH, Picture, box, label, legend, line, path, shortened, text_width
-from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline
+from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline, bubble
 
 KIND_STYLES: dict[Kind, str] = {
     "forward": "blue",
@@ -27,19 +27,6 @@ MOST_BOXES, MOST_COLUMNS = 2_500, 8_000
 """Numbers of boxes and of columns that are drawn at most; they keep a page small."""
 LEAST_BOX = 3.0
 """Pixels from which a span is a box of its own. Narrower ones are merged into columns."""
-
-
-def bubble(timeline: Timeline) -> float:
-    """Return the share of time in which the processes compute nothing.
-
-    It counts from the first to the last computation of all processes.
-    """
-    spans = [span for lane in timeline.lanes for span in lane.spans if span.kind in COMPUTATIONS]
-    if not spans:
-        return 0.0
-    begin, end = min(span.begin_seconds for span in spans), max(span.end_seconds for span in spans)
-    whole = (end - begin) * len(timeline.lanes)
-    return 1 - sum(map(_seconds, spans)) / whole if whole else 0.0
 
 
 def draw_timelines(timelines: Sequence[tuple[str, Timeline]], *, title: str) -> Picture:
@@ -69,8 +56,9 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], *, title: str) -> 
 
 
 def summary(name: str, timeline: Timeline) -> str:
-    """Return name, time and bubble of a timeline in one line."""
-    return f"{name}: {shown_value(timeline.seconds, 'seconds')}, bubble {bubble(timeline):.1%}"
+    """Return name, time and bubble of a timeline in one line; one process has no bubble."""
+    waits = f", bubble {bubble(timeline):.1%}" if len(timeline.lanes) > 1 else ""
+    return f"{name}: {shown_value(timeline.seconds, 'seconds')}{waits}"
 
 
 def width_of_column(num_lanes: int, scale: Scale) -> float:
@@ -118,8 +106,8 @@ def _lane(lane: Lane, scale: Scale, top: float, least: float, column: float) -> 
 
 
 def _busy(lane: Lane, timeline: Timeline, x: float, top: float) -> str:
-    computing = sum(_seconds(span) for span in lane.spans if span.kind in COMPUTATIONS)
-    return label(x, top + 15, f"{computing / timeline.seconds:.0%} busy" if computing else "", style="muted small")
+    busy = lane.busy_seconds
+    return label(x, top + 15, f"{busy / timeline.seconds:.0%} busy" if busy else "", style="muted small")
 
 
 def _box(span: Span, x: float, width: float, top: float) -> str:

@@ -15,22 +15,25 @@ class Unit:
     Attributes:
         name: such as "GiB".
         size: in the smallest unit, or in seconds.
+        least: value from which the unit is used, if that is more than one.
     """
 
     name: str
     size: float
+    least: float = 0.0
 
 
 PLAIN = (Unit("", 1),)
 BYTES = tuple(Unit(name, 1024**power) for power, name in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")))
-SECONDS = (Unit("µs", 1e-6), Unit("ms", 1e-3), Unit("s", 1), Unit("min", 60), Unit("h", 3600))
+SECONDS = (Unit("µs", 1e-6), Unit("ms", 1e-3), Unit("s", 1), Unit("min", 60, least=600), Unit("h", 3600))
 UNITS: dict[Quantity, tuple[Unit, ...]] = {"number": PLAIN, "bytes": BYTES, "seconds": SECONDS}
 
 
 def unit_for(largest: float, quantity: Quantity) -> Unit:
-    """Return the unit in which a value is between 1 and the next unit, if there is one."""
+    """Return the largest unit that is not too large for a value, or else the smallest one."""
     units = UNITS[quantity]
-    return max((unit for unit in units if unit.size <= abs(largest)), key=lambda unit: unit.size, default=units[0])
+    fitting = (unit for unit in units if max(unit.size, unit.least) <= abs(largest))
+    return max(fitting, key=lambda unit: unit.size, default=units[0])
 
 
 def shown_value(value: float, quantity: Quantity = "number") -> str:

@@ -71,7 +71,9 @@ def draw_stacked_bars(chart: StackedBars, width: int) -> Picture:
     scale, unit = _scale(chart, width)
     bottom = top + len(chart.bars) * ROW_HEIGHT
     rows = "".join(_row(chart, bar, scale, top + index * ROW_HEIGHT) for index, bar in enumerate(chart.bars))
-    body = names + _axis(scale, unit, top, bottom) + rows + _limit(chart, scale, top, bottom)
+    # On a phone, the limit may cross totals, whose texts are then in front.
+    totals = "".join(_total(chart, bar, scale, top + index * ROW_HEIGHT) for index, bar in enumerate(chart.bars))
+    body = names + _axis(scale, unit, top, bottom) + rows + _limit(chart, scale, top, bottom) + totals
     return Picture(chart.title, _description(chart), width, bottom + FOOT, body)
 
 
@@ -100,12 +102,20 @@ def _row(chart: StackedBars, bar: Bar, scale: Scale, top: float) -> str:
         if size := bar.sizes.get(part, 0.0):
             drawn.append(_part(chart, bar, part, (scale.at(begin), scale.at(begin + size)), top))
             begin += size
-    x, over = scale.at(bar.total), chart.limit is not None and bar.total > chart.limit
-    if over:
+    if _is_over(chart, bar):
         assert chart.limit is not None
-        drawn.append(box(scale.at(chart.limit), top, x - scale.at(chart.limit), BAR_HEIGHT, "over"))
-    style = "strong alarm" if over else "strong halo"
-    return "".join(drawn) + label(x + 6, baseline, shown_value(bar.total, chart.quantity), style=style)
+        drawn.append(box(scale.at(chart.limit), top, scale.at(bar.total) - scale.at(chart.limit), BAR_HEIGHT, "over"))
+    return "".join(drawn)
+
+
+def _total(chart: StackedBars, bar: Bar, scale: Scale, top: float) -> str:
+    style = "strong alarm halo" if _is_over(chart, bar) else "strong halo"
+    text = shown_value(bar.total, chart.quantity)
+    return label(scale.at(bar.total) + 6, top + BAR_HEIGHT - 5, text, style=style)
+
+
+def _is_over(chart: StackedBars, bar: Bar) -> bool:
+    return chart.limit is not None and bar.total > chart.limit
 
 
 def _part(chart: StackedBars, bar: Bar, part: str, ends: tuple[float, float], top: float) -> str:

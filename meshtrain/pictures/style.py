@@ -67,10 +67,13 @@ dt{{color:var(--muted);font-size:.82rem}} dd{{margin:0;font-size:1.05rem;font-va
 details{{margin:.6rem 0}} summary{{cursor:pointer;font-weight:600;font-size:.95rem}}
 pre{{font:13px/1.5 ui-monospace,Menlo,Consolas,"Liberation Mono",monospace;background:var(--panel);padding:.7rem;
 margin:.4rem 0;width:max-content;min-width:100%;overflow-wrap:normal}}
+code{{font:.92em ui-monospace,Menlo,Consolas,"Liberation Mono",monospace}}
 dd.alarm,p.alarm{{color:var(--alarm)}}
+p.verdict{{border-left:5px solid var(--green);padding:.1rem 0 .1rem .8rem;margin:.8rem 0;font-weight:600}}
+p.verdict.alarm{{border-color:var(--alarm)}} p.advice{{padding-left:calc(.8rem + 5px)}}
 @media (min-width:{NARROWEST_WIDE}px){{.narrow{{display:none}}}}
 @media (max-width:{NARROWEST_WIDE - 1}px){{.wide{{display:none}} th,td{{padding-right:.7rem}}
-td.long{{min-width:9rem}}}}
+td.long{{min-width:13rem}} dd{{font-size:1rem}}}}
 @media print{{body{{max-width:none}} figure,tr{{break-inside:avoid}}}}
 """
 

@@ -7,6 +7,8 @@ Kind = Literal[
     "forward", "backward", "input gradient", "weight gradient", "send", "wait", "gradients", "optimizer", "other"
 ]
 """`backward` is input and weight gradient in one pass. `gradients` completes and reduces them."""
+WAITS: tuple[Kind, ...] = ("wait", "send")
+"""Kinds of spans in which a process waits for others."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Lane:
     name: str
     spans: tuple[Span, ...]
 
+    @property
+    def busy_seconds(self) -> float:
+        """Return the time in which the process does not wait."""
+        return sum(span.end_seconds - span.begin_seconds for span in self.spans if span.kind not in WAITS)
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -68,3 +75,15 @@ class Timeline:
     def from_json(cls, values: list[dict[str, Any]]) -> Self:
         """Return the timeline that `to_json` has described."""
         return cls(tuple(Lane(lane["name"], tuple(Span(*span) for span in lane["spans"])) for lane in values))
+
+
+def bubble(timeline: Timeline) -> float:
+    """Return the share of the time in which processes wait for others, on average.
+
+    A process waits in spans of the kinds `WAITS`, and where it has no span. One process alone waits
+    for nobody.
+    """
+    whole = timeline.seconds * len(timeline.lanes)
+    if len(timeline.lanes) < 2 or not whole:
+        return 0.0
+    return 1 - sum(lane.busy_seconds for lane in timeline.lanes) / whole

@@ -4,7 +4,15 @@ changes: changes of a plan that need less memory.
 command: what `meshtrain plan --gpu` does.
 machine: the accelerator that a plan is sized for.
 memory: the memory of a process over a step.
-report: the tables that are printed.
+names: how processes and sizes are named.
+needs: what the processes of a run need.
+page: the page with drawings.
+remarks: sentences about the needs.
+report: print the tables and the remarks.
 simulation: the step of any process, on fake tensors.
+sizing: a run on a machine, all in one.
+speed: how long a step takes.
+tables: the tables of the needs.
 totals: messages and floating-point operations of a step.
+verdict: whether a run fits.
 """

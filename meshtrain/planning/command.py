@@ -1,27 +1,37 @@
 """Show what each process of a run needs on a machine."""
 
+from pathlib import Path
+
 from meshtrain import console
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
-from meshtrain.errors import UserError
+from meshtrain.data.cache import write_atomically
+from meshtrain.errors import UserError, reason_of
 from meshtrain.planning.changes import smaller
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
-from meshtrain.planning.report import show_memory, show_time, show_totals, verdict
-from meshtrain.planning.totals import totals_of
+from meshtrain.planning.page.page import plan_page
+from meshtrain.planning.report import show_tables
+from meshtrain.planning.sizing import Sizing
+from meshtrain.planning.verdict import verdict
 from meshtrain.training.report import show_plan
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 
+NO_CHANGE = "No change of recomputation, resharding, microbatch or offloading makes it fit: shard over more processes."
 
-def show_needs(config: RunConfig, world_size: int | None, gpu: str) -> bool:
+
+def show_needs(config: RunConfig, world_size: int | None, gpu: str, html: Path | None = None) -> bool:
     """Print what each process of a run needs, and return whether it fits a machine.
 
     Args:
         config: of the run. Its data and weights are not read.
         world_size: number of processes; None: the number that the degrees of the plan need.
         gpu: name of the machine.
+        html: the page to write, if any.
 
     Raises:
-        UserError: for a contradiction, or a machine that is not known.
+        UserError: for a contradiction, a machine that is not known, or a page that cannot be
+            written.
     """
     # Before the model is built, which takes longer. A CPU is shared by all processes.
     find_machine(gpu, world_size or 1)
@@ -29,16 +39,23 @@ def show_needs(config: RunConfig, world_size: int | None, gpu: str) -> bool:
     machine = find_machine(gpu, resolved.plan.mesh.world_size)
     show_plan(resolved)
     needs = find_needs(resolved, machine)
-    show_memory(needs.uses, needs.simulation, needs.width)
-    show_totals([totals_of(profile.work()) for profile in needs.simulation.profiles], needs.width)
-    show_time(needs.time, machine)
-    if resolved.plan.compile.enabled:
-        console.line("Layers are simulated without compilation, which changes what they keep.")
-    fits, line = verdict(needs.uses, machine, needs.width)
-    console.line(line)
-    if not fits:
-        console.line(_advice(resolved, machine))
-    return fits
+    show_tables(needs, resolved, machine)
+    found = verdict(needs, machine)
+    console.line(f"{found.sentence} {found.besides}".rstrip())
+    advice = "" if found.fits else _advice(resolved, machine)
+    if advice:
+        console.line(advice)
+    if html is not None:
+        _write(html, plan_page(Sizing(resolved, machine, needs, found, advice)))
+    return found.fits
+
+
+def _write(html: Path, page: str) -> None:
+    try:
+        write_atomically(html, page)
+    except OSError as error:
+        raise UserError(f"--html: {html} cannot be written: {reason_of(error)}", "choose another file") from error
+    console.line(f"Page: {shown_path(html)}")
 
 
 def _advice(resolved: ResolvedRun, machine: Machine) -> str:
@@ -54,7 +71,7 @@ def _advice(resolved: ResolvedRun, machine: Machine) -> str:
         except UserError:
             # The change contradicts something else in the run.
             continue
-        fits, line = verdict(needs.uses, machine, needs.width)
-        if fits:
-            return f"With {words}: {line}"
-    return "No change of recomputation, resharding, microbatch or offloading makes it fit: shard over more processes."
+        found = verdict(needs, machine)
+        if found.fits:
+            return f"With {words}: {found.sentence}"
+    return NO_CHANGE

@@ -36,6 +36,12 @@ class Machine:
         """The memory of one process, without what is in use besides tensors."""
         return int((self.config.memory_gib - self.config.reserved_gib) * GIB)
 
+    def estimates(self) -> list[str]:
+        """Return the names of the constants that it has, and that were not measured."""
+        constants = self.config.model_dump()
+        empty = [f"speed.{name}" for name, value in (constants["speed"] or {}).items() if value == {}]
+        return [name for name in self.config.not_measured() if name not in empty]
+
     def with_fragmentation(self, peak_bytes: int) -> int:
         """Return what the allocator holds at a peak."""
         return int(peak_bytes * (1 + self.config.fragmentation))

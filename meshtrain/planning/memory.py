@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.planning.simulation.profile import ROLES, RankProfile
+from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import HEAD, START, Place, Role
 
 # With `shard.offload = "cpu"` they are in host memory.
@@ -63,6 +63,20 @@ class MemoryUse:
     host_bytes: int
 
 
+def moment_of(action: ActionProfile) -> Moment:
+    """Return when an action happens."""
+    return Moment(action.phase, action.stage, action.microbatch, action.place)
+
+
+def held_elsewhere(*, offloads: bool) -> np.ndarray:
+    """Return (roles,) bool: whether memory of a role is not on the device.
+
+    Args:
+        offloads: whether parameters, gradients and optimizer state are in host memory.
+    """
+    return np.isin(np.arange(len(ROLES)), [ROLES.index(role) for role in OFFLOADED if offloads])
+
+
 def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
     """Return the memory of one process over a step.
 
@@ -70,7 +84,7 @@ def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
         profile: of the process.
         offloads: whether parameters, gradients and optimizer state are in host memory.
     """
-    away = np.isin(np.arange(len(ROLES)), [ROLES.index(role) for role in OFFLOADED if offloads])
+    away = held_elsewhere(offloads=offloads)
     level = np.zeros(len(ROLES), dtype=np.int64)
     peak, host, gradients = -1, 0, 0
     at_peak, moment = level, Moment(START, None, None, None)
@@ -81,7 +95,7 @@ def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
             index = int(rises.argmax())
             peak = int(rises[index])
             at_peak = level + action.by_role(index + 1)
-            moment = Moment(action.phase, action.stage, action.microbatch, action.place)
+            moment = moment_of(action)
         level = level + action.by_role()
         host = max(host, int(level[away].sum()))
         gradients = max(gradients, int(level[ROLES.index(Role.GRADIENTS)]))

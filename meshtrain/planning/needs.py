@@ -1,12 +1,14 @@
 """What the processes of a run need on a machine: memory and seconds."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse, memory_use
 from meshtrain.planning.simulation.pipeline import Simulation, simulate
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.speed.step_time import StepTime, step_time
+from meshtrain.planning.totals import Totals, totals_of
 from meshtrain.training.resolve import ResolvedRun
 
 
@@ -19,17 +21,30 @@ class Needs:
         uses: the memory of the first process of each pp rank.
         width: number of processes of a pp rank.
         time: of a step; None if it is not known how fast the machine is.
+        offloads: whether parameters, gradients and optimizer state are in host memory that is not
+            the memory of the processes.
     """
 
     simulation: Simulation
     uses: tuple[MemoryUse, ...]
     width: int
     time: StepTime | None
+    offloads: bool = False
+
+    @property
+    def fullest(self) -> int:
+        """Return the pp rank whose processes need the most memory."""
+        return max(range(len(self.uses)), key=lambda pp_rank: self.uses[pp_rank].peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Return the memory of the fullest process."""
-        return max(use.peak_bytes for use in self.uses)
+        return self.uses[self.fullest].peak_bytes
+
+    @cached_property
+    def totals(self) -> tuple[Totals, ...]:
+        """Return messages and work of the first process of each pp rank."""
+        return tuple(totals_of(profile.work()) for profile in self.simulation.profiles)
 
 
 def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
@@ -41,7 +56,7 @@ def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
     uses = tuple(memory_use(profile, offloads=offloads) for profile in simulation.profiles)
     speed = machine.config.speed
     time = None if speed is None else step_time(resolved, simulation, speed, offloads=offloads)
-    return Needs(simulation, uses, plan.mesh.world_size // plan.mesh.pp, time)
+    return Needs(simulation, uses, plan.mesh.world_size // plan.mesh.pp, time, offloads)
 
 
 def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1) -> SimulatedRun:

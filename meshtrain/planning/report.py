@@ -1,130 +1,32 @@
-"""The tables of what each process needs."""
-
-from collections.abc import Sequence
+"""Print what each process needs."""
 
 from meshtrain import console
-from meshtrain.planning.machine import GIB, Machine
-from meshtrain.planning.memory import MemoryUse
-from meshtrain.planning.simulation.pipeline import Simulation
-from meshtrain.planning.simulation.recorder import Role
-from meshtrain.planning.speed.step_time import StepTime
-from meshtrain.planning.totals import Totals
-
-# Column -> the roles that it sums.
-COLUMNS: dict[str, tuple[Role, ...]] = {
-    "parameters": (Role.PARAMETERS, Role.BUFFERS),
-    "gathered": (Role.GATHERED,),
-    "gradients": (Role.GRADIENTS,),
-    "unreduced": (Role.UNREDUCED,),
-    "optimizer": (Role.OPTIMIZER,),
-    "activations": (Role.ACTIVATIONS,),
-    "loss": (Role.LOSS,),
-    "messages": (Role.MESSAGES, Role.BATCH),
-    "temporary": (Role.TEMPORARY,),
-}
+from meshtrain.pictures.tables import Table
+from meshtrain.planning.machine import Machine
+from meshtrain.planning.needs import Needs
+from meshtrain.planning.remarks import compilation_remark, estimates_remark, host_remark, time_remark
+from meshtrain.planning.tables import axes_table, memory_table, messages_table, work_table
+from meshtrain.training.resolve import ResolvedRun
 
 
-def show_memory(uses: Sequence[MemoryUse], simulation: Simulation, width: int) -> None:
-    """Print the memory of the first process of each pp rank, at its peak.
-
-    Args:
-        uses: of each pp rank.
-        simulation: of the same ranks.
-        width: number of processes of a pp rank.
-    """
-    columns = [name for name, roles in COLUMNS.items() if any(use.at_peak.get(role) for use in uses for role in roles)]
-    rows = [
-        (
-            _range(rank * width, width),
-            gib(use.peak_bytes),
-            *(gib(sum(use.at_peak.get(role, 0) for role in COLUMNS[name])) for name in columns),
-            use.moment.described(simulation.first_layers),
-        )
-        for rank, use in enumerate(uses)
-    ]
-    console.table("Memory of a process at its peak, in GiB", ["ranks", "peak", *columns, "when"], rows)
-    if host := max(use.host_bytes for use in uses):
-        console.line(f"In host memory are up to {gib(host)} GiB of each process.")
+def show_tables(needs: Needs, resolved: ResolvedRun, machine: Machine) -> None:
+    """Print the tables and the remarks about them."""
+    _show(memory_table(needs))
+    _say(host_remark(needs))
+    _show(messages_table(needs))
+    _show(work_table(needs))
+    if needs.time is not None:
+        _show(axes_table(needs.time))
+    _say(time_remark(needs, machine))
+    _say(estimates_remark(machine))
+    _say(compilation_remark(resolved))
 
 
-def show_totals(totals: Sequence[Totals], width: int) -> None:
-    """Print the messages and the work of the first process of each pp rank."""
-    distinct = [(_range(rank * width, width), totals[rank]) for rank in _distinct(totals)]
-    rows = [
-        (ranks, axis, name, f"{number:,}", gib(size))
-        for ranks, total in distinct
-        for (axis, name), (number, size) in total.messages.items()
-    ]
-    if rows:
-        console.table("Messages of a process in a step", ["ranks", "axis", "operator", "number", "GiB"], rows)
-    flops = [(ranks, f"{total.flops / 1e12:,.3f}") for ranks, total in distinct]
-    console.table("Work of a process in a step", ["ranks", "TFLOP"], flops)
+def _show(table: Table) -> None:
+    if table.rows:
+        console.table(table.title, table.columns, table.rows)
 
 
-def show_time(time: StepTime | None, machine: Machine) -> None:
-    """Print how long a step takes, and where the time goes."""
-    if time is None:
-        console.line(f"How long a step takes is not known: {machine.name} has no table [speed].")
-        return
-    rows = [
-        (axis, gib(times.num_bytes), _seconds(times.seconds), _seconds(times.exposed_seconds))
-        for axis, times in sorted(time.replay.axes.items())
-    ]
-    if rows:
-        columns = ["axis", "GiB", "seconds", "exposed seconds"]
-        console.table("Messages of a process in a step, where they cost most", columns, rows)
-    has_stages = len(time.replay.timeline.lanes) > 1
-    bubble = f", {time.replay.bubble:.1%} of it waiting for other stages" if has_stages else ""
-    console.line(
-        f"A step takes {_seconds(time.seconds)} s{bubble}: {time.tokens_per_second:,.0f} tokens per second and "
-        f"process, MFU {time.mfu:.1%} of {time.peak_tflops:,.4g} TFLOP/s."
-    )
-    config = machine.config
-    guessed = [name.removeprefix("speed.") for name in config.not_measured() if name in config.sources]
-    if guessed:
-        console.line(f"From datasheets or assumed, not measured: {', '.join(guessed)}.")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.4g}"
-
-
-def verdict(uses: Sequence[MemoryUse], machine: Machine, width: int) -> tuple[bool, str]:
-    """Return whether every process fits, and a line that says so."""
-    rank = max(range(len(uses)), key=lambda index: uses[index].peak_bytes)
-    use, limit = uses[rank], machine.memory_bytes
-    held = machine.with_fragmentation(use.peak_bytes)
-    who = f"rank {rank} needs" if width == 1 else f"ranks {_range(rank * width, width)} need"
-    besides = _besides(machine)
-    if held <= limit:
-        return True, f"It fits {machine.name}: {who} the most, and {gib(limit - held)} GiB are left.{besides}"
-    role, size = max(use.at_peak.items(), key=lambda item: item[1])
-    return False, (
-        f"It does not fit {machine.name}: {who} {gib(held - limit)} GiB more. The largest part is {role}, "
-        f"{gib(size)} GiB.{besides}"
-    )
-
-
-def _besides(machine: Machine) -> str:
-    config = machine.config
-    if not (config.reserved_gib or config.fragmentation):
-        return ""
-    known = "Assumed, not measured" if "reserved_gib" in config.not_measured() else "Besides tensors"
-    return (
-        f" {known}: {config.reserved_gib:g} GiB for CUDA and NCCL, and {config.fragmentation:.0%} of the peak that "
-        "torch's allocator holds in pieces."
-    )
-
-
-def _distinct(totals: Sequence[Totals]) -> list[int]:
-    """Return the pp ranks whose totals differ from those of the rank before."""
-    return [rank for rank, total in enumerate(totals) if rank == 0 or total != totals[rank - 1]]
-
-
-def _range(first: int, width: int) -> str:
-    return str(first) if width == 1 else f"{first}-{first + width - 1}"
-
-
-def gib(num_bytes: int) -> str:
-    """Return a number of bytes in GiB."""
-    return f"{num_bytes / GIB:,.2f}" if num_bytes >= 0.1 * GIB else f"{num_bytes / GIB:.4f}"
+def _say(remark: str) -> None:
+    if remark:
+        console.line(remark)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import median
 
-from meshtrain.planning.report import gib
+from meshtrain.planning.names import gib
 from meshtrain.profiling.files import ProfileSummary
 from meshtrain.training.hooks import Hook, Metrics, RunState
 

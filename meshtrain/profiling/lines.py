@@ -7,8 +7,8 @@ from statistics import fmean, median_low
 
 from meshtrain import console
 from meshtrain.config.reading import shown_path
-from meshtrain.pictures.pipeline_lanes import bubble
-from meshtrain.planning.report import gib
+from meshtrain.pictures.timeline import bubble
+from meshtrain.planning.names import gib
 from meshtrain.profiling.files import ProfileSummary
 
 
@@ -44,7 +44,7 @@ def profile_lines(summary: ProfileSummary) -> list[str]:
         f"Measured peak memory: {gib(fullest.peak_bytes)} GiB, on rank {fullest.rank}",
     ]
     waits = any(span.kind == "wait" for lane in summary.timeline.lanes for span in lane.spans)
-    share = f"Bubble: {bubble(summary.timeline):.1%} of the time of the pipeline, in which nothing is computed"
+    share = f"Bubble: {bubble(summary.timeline):.1%} of the time, in which processes wait for others"
     return [*lines, share] if waits else lines
 
 

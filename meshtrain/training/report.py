@@ -8,22 +8,30 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.tensor.head_share import uneven_heads
+from meshtrain.pictures.tables import Table
 from meshtrain.training.resolve import ResolvedRun
 
 
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
-    _show_plan_table(resolved)
-    _show_shares(account(resolved.model, resolved.plan))
-    _show_messages(resolved)
-    console.line(_batch_equation(resolved))
+    _show_half(resolved)
+    shares = shares_table(account(resolved.model, resolved.plan))
+    for table in (plan_table(resolved), shares, *border_tables(resolved)):
+        console.table(table.title, table.columns, table.rows)
+    console.line(batch_equation(resolved))
 
 
 def show_plan(resolved: ResolvedRun) -> None:
     """Print a resolved plan, and how a global batch is made up."""
-    _show_plan_table(resolved)
-    _show_messages(resolved)
-    console.line(_batch_equation(resolved))
+    _show_half(resolved)
+    for table in (plan_table(resolved), *border_tables(resolved)):
+        console.table(table.title, table.columns, table.rows)
+    console.line(batch_equation(resolved))
+
+
+def _show_half(resolved: ResolvedRun) -> None:
+    if resolved.half is not None:
+        console.line(_half_line(resolved.half, resolved.model.num_parameters()))
 
 
 def _half_line(half: LanguageHalf, num_parameters: int) -> str:
@@ -35,10 +43,8 @@ def _half_line(half: LanguageHalf, num_parameters: int) -> str:
     )
 
 
-def _show_plan_table(resolved: ResolvedRun) -> None:
-    """Print a resolved plan as a table, without the rules of its family."""
-    if resolved.half is not None:
-        console.line(_half_line(resolved.half, resolved.model.num_parameters()))
+def plan_table(resolved: ResolvedRun) -> Table:
+    """Return a resolved plan, without the rules of its family."""
     plan, model = resolved.plan, resolved.model
     rows = [
         ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
@@ -66,7 +72,7 @@ def _show_plan_table(resolved: ResolvedRun) -> None:
         ("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}")
     )
     rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
-    console.table(f"Plan {plan_hash(plan)}", ["part", "resolved"], rows)
+    return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:
@@ -80,13 +86,13 @@ def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:
     return [("heads", f"{cost}; the projections of attention are whole on each")]
 
 
-def _show_shares(shares: list[StageShare]) -> None:
-    """Print which ranks hold each stage, and its bytes on each process."""
-    rows = [
+def shares_table(shares: list[StageShare]) -> Table:
+    """Return which ranks hold each stage, and its bytes on each process."""
+    rows = tuple(
         (
-            share.stage,
+            str(share.stage),
             _range(share.ranks),
-            _layers(share),
+            held_layers(share),
             f"{share.num_parameters:,}",
             f"{share.num_local_parameters:,}",
             _megabytes(share.parameter_bytes),
@@ -94,17 +100,17 @@ def _show_shares(shares: list[StageShare]) -> None:
             _megabytes(share.optimizer_bytes),
         )
         for share in shares
-    ]
-    columns = ["stage", "ranks", "holds", "parameters", "per rank", "MB parameters", "MB gradients", "MB optimizer"]
-    console.table("Stages", columns, rows)
+    )
+    columns = ("stage", "ranks", "holds", "parameters", "per rank", "MB parameters", "MB gradients", "MB optimizer")
+    return Table("Stages", columns, rows)
 
 
-def _show_messages(resolved: ResolvedRun) -> None:
-    """Print what each stage sends to the next."""
+def border_tables(resolved: ResolvedRun) -> list[Table]:
+    """Return what each stage sends to the next, as a table; nothing without a pipeline."""
     if resolved.plan.mesh.pp == 1:
-        return
+        return []
     batch = resolved.batch
-    rows = [
+    rows = tuple(
         (
             f"{message.stage - 1} to {message.stage}",
             message.origin,
@@ -113,11 +119,12 @@ def _show_messages(resolved: ResolvedRun) -> None:
             "yes" if message.has_gradient else "no",
         )
         for message in messages(resolved.model, resolved.plan, batch.micro_batch_size, batch.sequence_length)
-    ]
-    console.table("Messages per microbatch", ["stages", "tensor", "shape", "MB", "gradient back"], rows)
+    )
+    return [Table("Messages per microbatch", ("stages", "tensor", "shape", "MB", "gradient back"), rows)]
 
 
-def _batch_equation(resolved: ResolvedRun) -> str:
+def batch_equation(resolved: ResolvedRun) -> str:
+    """Return how a global batch is made up, in a line."""
     plan, batch = resolved.plan, resolved.batch
     return (
         f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
@@ -130,7 +137,8 @@ def _range(ranks: tuple[int, ...]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _layers(share: StageShare) -> str:
+def held_layers(share: StageShare) -> str:
+    """Return what a stage holds, as "embedding, layers 0-3"."""
     first, behind = share.layers
     parts = ["embedding"] if share.has_embedding else []
     if behind > first:

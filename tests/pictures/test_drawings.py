@@ -11,10 +11,10 @@ from meshtrain.pictures.line_chart import Event, LineChart, Series, draw_line_ch
 from meshtrain.pictures.memory import MemoryBar, MemoryCurve, Moment, draw_memory_bars, draw_memory_curve
 from meshtrain.pictures.mesh_grid import MeshGrid, draw_mesh
 from meshtrain.pictures.message_bars import Messages, draw_messages
-from meshtrain.pictures.pipeline_lanes import bubble, draw_timelines
+from meshtrain.pictures.pipeline_lanes import draw_timelines
 from meshtrain.pictures.stacked_bars import Bar, StackedBars
 from meshtrain.pictures.svg import Picture
-from meshtrain.pictures.timeline import Lane, Span, Timeline
+from meshtrain.pictures.timeline import Lane, Span, Timeline, bubble
 from tests.pictures.examples import GIB, LARGE_MESH, MESH, MESSAGES, losses, memory_bars, memory_curve, pipeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -150,15 +150,15 @@ def test_timeline_has_boxes_with_microbatches() -> None:
     assert "backward" not in texts(picture)
 
 
-def test_bubble_is_the_idle_share_between_first_and_last_computation() -> None:
+def test_bubble_is_the_share_of_the_time_that_processes_wait() -> None:
     lanes = (
         Lane("rank 0", (Span("forward", 1, 2, 0, 0), Span("wait", 2, 3), Span("backward", 3, 5, 0, 0))),
         Lane("rank 1", (Span("forward", 2, 3, 1, 0), Span("optimizer", 5, 9))),
     )
-    assert bubble(Timeline(lanes)) == pytest.approx(1 - 4 / 8)
-    assert "Step: 9 s, bubble 50.0%" in texts(draw_timelines([("Step", Timeline(lanes))], title="Step"))
-    assert bubble(Timeline(())) == 0
-    assert "no lanes: 0 µs, bubble 0.0%" in texts(draw_timelines([("no lanes", Timeline(()))], title="Step"))
+    assert bubble(Timeline(lanes)) == pytest.approx(1 - (3 + 5) / 18)
+    assert "Step: 9 s, bubble 55.6%" in texts(draw_timelines([("Step", Timeline(lanes))], title="Step"))
+    assert bubble(Timeline(())) == bubble(Timeline(lanes[:1])) == 0
+    assert "alone: 5 s" in texts(draw_timelines([("alone", Timeline(lanes[:1]))], title="Step"))
 
 
 def test_two_timelines_have_one_scale() -> None:

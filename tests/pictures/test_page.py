@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import mkdocs_hooks
 from meshtrain.pictures.colors import GROUNDS, HUES, INKS, MUTED_INKS, contrast, ink_on
-from meshtrain.pictures.page import Section, key_values, table
+from meshtrain.pictures.page import Section, key_values, paragraph, table
 from tests.pictures.pages import HOSTILE, page
 
 
@@ -52,6 +52,7 @@ def test_drawings_are_accessible() -> None:
 
 def test_texts_are_escaped() -> None:
     assert HOSTILE not in page().html()
+    assert paragraph("`a <b>` and ` c") == "<p><code>a &lt;b&gt;</code> and ` c</p>"
     made = [table(HOSTILE, [HOSTILE], [[HOSTILE]]), key_values({HOSTILE: HOSTILE})]
     for html in made:
         root = ElementTree.fromstring(f"<p>{html}</p>")

@@ -8,45 +8,13 @@ from meshtrain import cli
 from meshtrain.planning.machine import GIB, find_machine, shipped_machines
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
 from tests.planning.cases import PLANS, make_run
+from tests.planning.files import MACHINE, write_machine, write_run
 from tests.ranks import run_on_ranks
-
-RUN = """
-run_directory = "run"
-steps = 10
-global_batch_size = 16
-micro_batch_size = 4
-[model]
-type = "llama"
-[model.config]
-vocab_size = 8000
-hidden_size = 256
-intermediate_size = 704
-num_hidden_layers = 4
-num_attention_heads = 8
-num_key_value_heads = 4
-[data]
-sequence_length = 256
-[data.tokenizer]
-path = "does-not-exist"
-[optimizer]
-learning_rate = 1e-3
-[plan.mesh]
-pp = 2
-"""
-MACHINE = 'memory_gib = {memory}\nreserved_gib = 0.0\nfragmentation = 0.0\nsource = "a test"\n'
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    file = tmp_path / "run.toml"
-    file.write_text(RUN)
-    return str(file)
-
-
-def machine(tmp_path: Path, memory: float) -> str:
-    file = tmp_path / "machine.toml"
-    file.write_text(MACHINE.format(memory=memory))
-    return str(file)
+    return write_run(tmp_path)
 
 
 def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +29,7 @@ def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.
 def test_change_that_makes_a_run_fit_is_named(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = machine(tmp_path, 0.16)
+    file = write_machine(tmp_path, 0.16)
     assert cli._exit_code(["plan", run_file, "--gpu", file, "--world-size", "2"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in shown
@@ -71,7 +39,7 @@ def test_change_that_makes_a_run_fit_is_named(
 
 
 def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._exit_code(["plan", run_file, "--gpu", machine(tmp_path, 0.001), "--world-size", "2"]) == 1
+    assert cli._exit_code(["plan", run_file, "--gpu", write_machine(tmp_path, 0.001), "--world-size", "2"]) == 1
     assert "shard over more processes" in " ".join(capsys.readouterr().out.split())
 
 
@@ -81,7 +49,7 @@ def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: p
         ("h100-80g", None, "--gpu h100-80g: there is no such description; did you mean 'h100-80gb'?"),
         ("m.toml", 'reserved_gib = 1.0\nfragmentation = 0.0\nsource = "x"\n', "memory_gib: missing"),
         ("m.toml", MACHINE.format(memory=-1), "memory_gib: expected"),
-        ("m.toml", MACHINE.format(memory=1) + "speed = 3\n", "speed: unknown key"),
+        ("m.toml", MACHINE.format(memory=1) + "speed = 3\n", "speed: expected a table, found 3"),
         ("m.toml", None, "no file 'm.toml'"),
     ],
 )

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig
+from meshtrain.pictures.tables import Table
 from meshtrain.profiling.report.comparison import comparison
 from meshtrain.profiling.report.figures import mfu, parts_of_time, typical
 from meshtrain.profiling.report.page import report_page
 from meshtrain.profiling.report.recorded import RecordedRun, read_run_directory
-from meshtrain.profiling.report.tables import Table, key_figures, tables
+from meshtrain.profiling.report.tables import key_figures, tables
 from meshtrain.runtime.failure import FAILURE_NAME
 from tests.pictures.browser import FONT_SIZES, OVERFLOW, TEXTS, measure
 from tests.profiling.directories import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshtrain.planning.machine import Machine
-from meshtrain.planning.report import gib
+from meshtrain.planning.names import gib
 from meshtrain.planning.search.candidates import Candidate
 from meshtrain.planning.search.estimate import Estimator
 from meshtrain.planning.search.ranking import Found

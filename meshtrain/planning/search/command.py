@@ -10,7 +10,7 @@ from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError, PlanError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine, find_machine
-from meshtrain.planning.report import gib
+from meshtrain.planning.names import gib
 from meshtrain.planning.search.alternatives import other_kinds, reason, usual_plans, variants
 from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.ranking import (

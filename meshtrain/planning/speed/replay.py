@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, Border, Instruction, Pass
-from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline
+from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline, bubble
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
 from meshtrain.planning.speed.clock import AxisTime, Clock
 from meshtrain.planning.speed.rates import Rates
 
 KINDS: dict[str, Kind] = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradient"}
-_WAITS = ("wait", "send")
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,17 @@ class Replay:
     Attributes:
         seconds: from the begin to the end of the last process.
         timeline: with a lane for each pp rank.
-        bubble: part of the time in which a pp rank waits for others, on average.
         axes: axis -> the messages of the pp rank that has the most exposed seconds on it.
     """
 
     seconds: float
     timeline: Timeline
-    bubble: float
     axes: dict[str, AxisTime]
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the time in which pp ranks wait for others, on average."""
+        return bubble(self.timeline)
 
 
 def replay(
@@ -62,8 +64,7 @@ def replay(
         rank.update(together)
     seconds = max(rank.clock.now for rank in ranks)
     lanes = tuple(Lane(name, tuple(rank.spans)) for name, rank in zip(names, ranks, strict=True))
-    waited = sum(span.end_seconds - span.begin_seconds for it in ranks for span in it.spans if span.kind in _WAITS)
-    return Replay(seconds, Timeline(lanes), waited / (seconds * len(ranks)) if seconds else 0.0, _worst_axes(ranks))
+    return Replay(seconds, Timeline(lanes), _worst_axes(ranks))
 
 
 @dataclass

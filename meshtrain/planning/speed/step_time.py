@@ -7,6 +7,7 @@ from meshtrain.config.machine import SpeedConfig
 from meshtrain.parallel.account import flops_per_token, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.names import ranks_named
 from meshtrain.planning.simulation.pipeline import Simulation
 from meshtrain.planning.speed.rates import TERA, Rates
 from meshtrain.planning.speed.replay import Replay, replay
@@ -49,7 +50,7 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
     number = num_microbatches(plan, batch)
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     width = plan.mesh.world_size // plan.mesh.pp
-    names = [_name(rank * width, width) for rank in range(plan.mesh.pp)]
+    names = [ranks_named(pp_rank, width) for pp_rank in range(plan.mesh.pp)]
     programs = _programs(plan.pipeline.schedule, owners, number)
     replayed = replay(simulation.profiles, programs, _border_bytes(resolved), rates, names)
     tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
@@ -76,7 +77,3 @@ def _border_bytes(resolved: ResolvedRun) -> dict[tuple[str, int], int]:
         found[forward] = found.get(forward, 0) + message.num_bytes
         found[backward] = found.get(backward, 0) + (message.num_bytes if message.has_gradient else 0)
     return found
-
-
-def _name(first: int, width: int) -> str:
-    return f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}"

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from meshtrain.pictures.message_bars import Messages
-from meshtrain.pictures.pipeline_lanes import bubble
 from meshtrain.pictures.scales import Quantity, shown_value
+from meshtrain.pictures.tables import Table
+from meshtrain.pictures.timeline import bubble
 from meshtrain.profiling.files import Prediction, ProfiledRank, ProfileSummary
 from meshtrain.profiling.report.figures import mfu, peak_memory, typical
 from meshtrain.profiling.report.recorded import RecordedRun
-from meshtrain.profiling.report.tables import Table
 
 Row = tuple[str, float | None, float | None, Quantity]
 """What is compared, predicted, measured, its quantity."""

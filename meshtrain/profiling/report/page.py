@@ -15,21 +15,21 @@ from meshtrain.pictures.page import (
     key_values,
     paragraph,
     scrolling_figure,
-    table,
+    shown_table,
 )
 from meshtrain.pictures.pipeline_lanes import draw_timelines
 from meshtrain.pictures.stacked_bars import draw_stacked_bars
 from meshtrain.profiling.report import charts
 from meshtrain.profiling.report.comparison import comparison, distinct_ranks, messages_of, peaks_by_pp_rank
 from meshtrain.profiling.report.recorded import RecordedRun
-from meshtrain.profiling.report.tables import Table, key_figures, tables
+from meshtrain.profiling.report.tables import key_figures, tables
 from meshtrain.training.files import PLAN_NAME, RUN_NAME
 
 MOST_RANKS = 4
 """Processes whose messages are drawn at most. The table has all of them."""
 TIMELINE_NOTE = (
-    "Numbers are microbatches. The bubble is the share of the time, from the first to the last computation, in which "
-    "the processes compute nothing. Where boxes would be too narrow, heights are shares of the time."
+    "Numbers are microbatches. The bubble is the share of the time in which the processes wait for others. Where boxes "
+    "would be too narrow, heights are shares of the time."
 )
 
 TIME_NOTE = (
@@ -95,11 +95,7 @@ def _bars(run: RecordedRun) -> Iterator[Html]:
 
 
 def _tables(run: RecordedRun, *titles: str) -> tuple[Html, ...]:
-    return tuple(_table(one) for one in tables(run) if one.title.startswith(titles))
-
-
-def _table(one: Table) -> Html:
-    return table(one.title, one.columns, one.rows)
+    return tuple(shown_table(one) for one in tables(run) if one.title.startswith(titles))
 
 
 def _memory(run: RecordedRun) -> Iterator[Html]:
@@ -117,7 +113,7 @@ def _comparison(run: RecordedRun) -> Iterator[Html]:
         for name, found in (("Predicted", prediction), ("Measured", summary))
         if found is not None and found.timeline.lanes
     ]
-    compared = [_table(one) for one in comparison(run)]
+    compared = [shown_table(one) for one in comparison(run)]
     if timelines:
         yield scrolling_figure(draw_timelines(timelines, title="Timeline of a step"), note=TIMELINE_NOTE)
     for rank in distinct_ranks(summary)[:MOST_RANKS] if summary is not None else ():

@@ -1,12 +1,11 @@
 """The tables of a report. The screen and the page show the same ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from meshtrain.config.reading import shown_path
 from meshtrain.pictures.scales import Quantity, shown_value
+from meshtrain.pictures.tables import Table
 from meshtrain.profiling.report.figures import (
     PartOfTime,
     last_step,
@@ -25,24 +24,6 @@ MOST_ROWS = 12
 MOST_EVENTS = 20
 """Checkpoints, starts and bad steps that are shown at most, the latest ones."""
 MOST_SAMPLES = 8
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a report."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def without_empty_columns(self) -> Self:
-        """Return the table without the columns that have no value in any row."""
-        kept = [index for index in range(len(self.columns)) if any(row[index] for row in self.rows)]
-
-        def chosen(row: Sequence[str]) -> tuple[str, ...]:
-            return tuple(row[index] for index in kept)
-
-        return replace(self, columns=chosen(self.columns), rows=tuple(map(chosen, self.rows)))
 
 
 def shown(value: float | None, quantity: Quantity = "number") -> str:
