@@ -46,12 +46,14 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
     forward = [action for action in actions if action.phase == FORWARD]
     backward = [action for action in actions if action.phase == BACKWARD]
     layers = range(num_layers)
+    # The backward pass of the embedding belongs to the first layer.
+    inner = set(layers[1:]) or set(layers)
     rest = [action for action in actions if not isinstance(action.place, int)]
     levels = np.concatenate([_kept(action) for action in rest]).cumsum() if rest else np.zeros(1)
     return LayerNeeds(
         kept_bytes=tuple(sum(int(_kept(action).sum()) for action in forward if action.place == it) for it in layers),
         head_bytes=int(max(levels.max(initial=0), 0)),
-        extra_bytes=max(_rise(action) for action in backward if isinstance(action.place, int)),
+        extra_bytes=max(_rise(action) for action in backward if action.place in inner),
         forward=tuple(_work(forward, it) for it in layers),
         backward=tuple(_work(backward, it) for it in layers),
         head=tuple(work for action in rest for work in action.work),
