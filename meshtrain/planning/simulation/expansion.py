@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.simulation.recorder import HEAD, Role
 
 # What exists before the step, and depends on the number of layers.
 STATE = (Role.PARAMETERS, Role.BUFFERS, Role.OPTIMIZER)
@@ -51,7 +51,8 @@ def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list
     found: list[ActionProfile] = []
     for phase, group in groupby(actions, key=lambda action: action.phase):
         part = list(group)
-        found += part if phase.startswith("after ") else _phase_with_layers(part, likes)
+        is_outside = phase.startswith("after ") and all(action.place in (None, HEAD) for action in part)
+        found += part if is_outside else _phase_with_layers(part, likes)
     return found
 
 
