@@ -7,40 +7,36 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.growth import STATE, Outside
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import Role
-
-# What exists before the step, and depends on the number of layers.
-STATE = (Role.PARAMETERS, Role.BUFFERS, Role.OPTIMIZER)
+from meshtrain.planning.simulation.recorder import HEAD
 
 
-def with_all_layers(few: RankProfile, outside: RankProfile, likes: Mapping[int, Sequence[int]]) -> RankProfile:
+def with_all_layers(few: RankProfile, outside: Outside, likes: Mapping[int, Sequence[int]]) -> RankProfile:
     """Return the step of a process with all of its layers.
 
     Args:
         few: the step with a few layers.
-        outside: what a process with all layers does before and after the passes of microbatches.
+        outside: what a process with all layers does outside the passes of microbatches.
         likes: stage -> for each of its layers, the one of the few that does the same.
 
     Raises:
         LayersNeededError: if it is not known what a single layer does.
     """
     before, passes, _ = few.parts()
-    full_before, _, behind = outside.parts()
-    actions = [_with_state_of(full_before[0], before[0]), *before[1:]]
+    actions = [_with_state(before[0], outside.state), *before[1:]]
     for at, found in passes.items():
         actions += _with_layers(found, likes[at.stage])
-    return RankProfile((*actions, *behind), few.num_microbatches, few.between_stages)
+    return RankProfile((*actions, *outside.behind), few.num_microbatches, few.between_stages)
 
 
-def _with_state_of(full: ActionProfile, few: ActionProfile) -> ActionProfile:
+def _with_state(start: ActionProfile, state: ActionProfile) -> ActionProfile:
     """Return what exists before a step, with the state of another number of layers."""
-    state = [ROLES.index(role) for role in STATE]
-    taken, kept = np.isin(full.roles, state), ~np.isin(few.roles, state)
+    others = ~np.isin(start.roles, [ROLES.index(role) for role in STATE])
     return replace(
-        few,
-        changes=np.concatenate([full.changes[taken], few.changes[kept]]),
-        roles=np.concatenate([full.roles[taken], few.roles[kept]]),
+        start,
+        changes=np.concatenate([state.changes, start.changes[others]]),
+        roles=np.concatenate([state.roles, start.roles[others]]),
     )
 
 
@@ -51,7 +47,8 @@ def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list
     found: list[ActionProfile] = []
     for phase, group in groupby(actions, key=lambda action: action.phase):
         part = list(group)
-        found += part if phase.startswith("after ") else _phase_with_layers(part, likes)
+        is_outside = phase.startswith("after ") and all(action.place in (None, HEAD) for action in part)
+        found += part if is_outside else _phase_with_layers(part, likes)
     return found
 
 

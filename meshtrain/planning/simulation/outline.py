@@ -35,18 +35,24 @@ class StageOutline:
         layers: indices of its layers in the model.
         kept: those of them that show what all of them do.
         likes: for each layer, the position in `kept` of one that does the same.
+        parameters: of each layer.
         kind: equal for stages that compute the same.
     """
 
     layers: tuple[int, ...]
     kept: tuple[int, ...]
     likes: tuple[int, ...]
+    parameters: tuple[Hashable, ...]
     kind: tuple[Hashable, ...]
 
     @property
-    def leaves_out(self) -> bool:
-        """Return whether some layers are not kept."""
-        return len(self.kept) < len(self.layers)
+    def left_out(self) -> list[int]:
+        """Return the layers that are not kept."""
+        return sorted({*self.layers} - {*self.kept})
+
+    def parameters_of(self, layer: int) -> Hashable:
+        """Return a value that is equal for layers with like parameters."""
+        return self.parameters[layer - self.layers[0]]
 
 
 def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]:
@@ -60,7 +66,8 @@ def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
     model = build_run_model(run)
-    kinds = _layer_kinds(model, run)
+    parameters = [_parameters(layer) for layer in find_layers(model)[1]]
+    kinds = _layer_kinds(model, run, parameters)
     stages = _layers_of_stages(run)
     # Such a schedule computes the gradients of all weights of a stage in one pass.
     all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
@@ -74,6 +81,7 @@ def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]
             layers,
             few,
             tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few])) if layers else (),
+            tuple(parameters[it] for it in layers),
             (*border, *(kinds[it] for it in layers)),
         )
         for layers, few, border in zip(stages, kept, borders, strict=True)
@@ -115,14 +123,14 @@ def _layers_of_stages(run: SimulatedRun) -> list[tuple[int, ...]]:
     return [tuple(range(first, end)) for first, end in pairwise(accumulate(numbers, initial=0))]
 
 
-def _layer_kinds(model: PreTrainedModel, run: SimulatedRun) -> list[Hashable]:
+def _layer_kinds(model: PreTrainedModel, run: SimulatedRun, parameters: Sequence[Hashable]) -> list[Hashable]:
     """Return for each layer a value that is equal for those that compute the same."""
     _, layers = find_layers(model)
     types = getattr(run.hf_config.get_text_config(), "layer_types", None) or ()
     every = run.plan.recompute.every
     return [
-        (kind, *types[index : index + 1], index % every, _parameters(layer))
-        for index, (kind, layer) in enumerate(zip(kinds_of([*layers]), layers, strict=True))
+        (kind, *types[index : index + 1], index % every, own)
+        for index, (kind, own) in enumerate(zip(kinds_of([*layers]), parameters, strict=True))
     ]
 
 

@@ -15,15 +15,16 @@ from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.planning.simulation.expansion import with_all_layers
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.outline import StageOutline, outline_stages, with_layers
+from meshtrain.planning.simulation.outline import StageOutline, outline_stages
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank, simulate_without_passes
+from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.task import Task
 from meshtrain.runtime.ranks import RankError, run_on_ranks
 
-# A few first microbatches, the last ones, and one between them.
-FEWEST = 6
+# A few first microbatches, the last ones, and one between them. Without a pipeline the first and
+# the last alone differ from the others.
+FEWEST, FEWEST_ALONE = 6, 3
 SECONDS = 3600.0
 
 
@@ -65,7 +66,8 @@ def _simulate(run: SimulatedRun, stages: Sequence[StageOutline]) -> Simulation:
         # The last of them, which has the fewest microbatches at once.
         alike[tuple(stages[stage].kind for stage in indices)] = rank
     chosen = sorted(alike.values())
-    tasks = [_task(_shortened(run, short), stages, held[rank], rank) for rank in chosen]
+    width = plan.mesh.world_size // plan.mesh.pp
+    tasks = [Task(rank * width, _shortened(run, short), tuple(stages), held[rank]) for rank in chosen]
     simulated = dict(zip(chosen, _simulate_all(tasks), strict=True))
     for rank, profile in simulated.items():
         if profile.passes() != short_orders[rank]:
@@ -77,42 +79,6 @@ def _simulate(run: SimulatedRun, stages: Sequence[StageOutline]) -> Simulation:
         profiles.append(simulated[like].with_passes(number, orders[rank], mapping))
     firsts = accumulate((len(stage.layers) for stage in stages[:-1]), initial=0)
     return Simulation(tuple(profiles), tuple(firsts))
-
-
-@dataclass(frozen=True)
-class _Task:
-    """The simulation of one process.
-
-    Attributes:
-        rank: of the process.
-        few: the run with a few layers.
-        full: the run with all layers of the process; None if there are no others.
-        likes: stage -> for each of its layers, the one of the few that does the same.
-    """
-
-    rank: int
-    few: SimulatedRun
-    full: SimulatedRun | None
-    likes: dict[int, tuple[int, ...]]
-
-    def run(self) -> RankProfile:
-        """Return what the process does in a step."""
-        profile = simulate_rank(self.few, self.rank)
-        if self.full is None:
-            return profile
-        return with_all_layers(profile, simulate_without_passes(self.full, self.rank), self.likes)
-
-
-def _task(run: SimulatedRun, stages: Sequence[StageOutline], held: Sequence[int], pp_rank: int) -> _Task:
-    rank = pp_rank * (run.plan.mesh.world_size // run.plan.mesh.pp)
-    likes = {stage: stages[stage].likes for stage in held}
-    if not any(stage.leaves_out for stage in stages):
-        return _Task(rank, run, None, likes)
-    few = with_layers(run, [stage.kept for stage in stages])
-    if not any(stages[stage].leaves_out for stage in held):
-        return _Task(rank, few, None, likes)
-    full = with_layers(run, [it.layers if index in held else it.kept for index, it in enumerate(stages)])
-    return _Task(rank, few, full, likes)
 
 
 def _orders(run: SimulatedRun, owners: list[int], number: int) -> list[list[Pass]]:
@@ -127,6 +93,8 @@ def _fewest_microbatches(run: SimulatedRun, num_stages: int) -> int:
     if run.plan.pipeline.schedule == "DualPipeV":
         # It splits the backward passes of some microbatches only.
         return num_microbatches(run.plan, run.batch)
+    if num_stages == 1:
+        return FEWEST_ALONE
     unit = num_stages if schedule.microbatches == "one per stage" else run.plan.mesh.pp
     return unit * math.ceil(FEWEST / unit)
 
@@ -136,11 +104,11 @@ def _shortened(run: SimulatedRun, number: int) -> SimulatedRun:
     return replace(run, batch=replace(run.batch, global_batch_size=size))
 
 
-def _simulate_all(tasks: Sequence[_Task]) -> list[RankProfile]:
+def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
     """Simulate some processes, on all cores of this machine."""
     # A process of a search is one of all cores already.
     if (len(tasks) == 1 and not dist.is_initialized()) or multiprocessing.current_process().daemon:
-        return [task.run() for task in tasks]
+        return [task.simulate() for task in tasks]
     workers = min(len(tasks), num_cores())
     try:
         answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)
@@ -152,7 +120,7 @@ def _simulate_all(tasks: Sequence[_Task]) -> list[RankProfile]:
     return [found[task.rank] for task in tasks]
 
 
-def _simulate_share(tasks: Sequence[_Task]) -> list[tuple[int, RankProfile]]:
+def _simulate_share(tasks: Sequence[Task]) -> list[tuple[int, RankProfile]]:
     """Simulate this worker's share of some processes."""
     own = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    return [(task.rank, task.run()) for task in own]
+    return [(task.rank, task.simulate()) for task in own]

@@ -50,6 +50,11 @@ class ActionProfile:
         """Return the action for another stage and microbatch."""
         return replace(self, stage=stage, microbatch=None if self.microbatch is None else microbatch)
 
+    def rounded(self, granularity: int) -> "ActionProfile":
+        """Return the same with all memory in whole pieces of the allocator."""
+        pieces = -(-np.abs(self.changes) // granularity)
+        return replace(self, changes=np.sign(self.changes) * pieces * granularity)
+
     def by_role(self, end: int | None = None) -> np.ndarray:
         """Return (roles,) int64: the growth of each role up to an event; by default to the end."""
         totals = np.zeros(len(ROLES), dtype=np.int64)
@@ -119,6 +124,14 @@ class RankProfile:
         if from_end < self.num_microbatches - middle:
             return self.num_microbatches - from_end
         return min(microbatch, middle)
+
+    def rounded(self, granularity: int) -> "RankProfile":
+        """Return the same with all memory in whole pieces of the allocator.
+
+        Args:
+            granularity: of the allocator in bytes.
+        """
+        return replace(self, actions=tuple(action.rounded(granularity) for action in self.actions))
 
     def passes(self) -> list[Pass]:
         """Return the passes of microbatches through the stages of the process, in order."""

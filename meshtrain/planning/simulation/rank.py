@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -23,7 +24,7 @@ from meshtrain.compat.fake import (
     tensors_of,
     votes_skipped,
 )
-from meshtrain.compat.fsdp import gathered_parameters, unreduced_gradients
+from meshtrain.compat.fsdp import before_reduction, gathered_parameters, unreduced_gradients
 from meshtrain.config.mesh import AXES, PP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
@@ -141,6 +142,12 @@ class Watch:
             if not is_again():
                 recorder.move(behind)
 
+        def begin_reduction(module: FSDPModule) -> None:
+            recorder.move(place)
+
+        if isinstance(layer, FSDPModule):
+            # With a pipeline, FSDP2 reduces the gradients of all layers after a backward pass.
+            before_reduction(layer, begin_reduction)
         layer.register_forward_pre_hook(begin)
         # Before the hook of FSDP2, which gathers the parameters of this layer in its backward pass.
         layer.register_forward_hook(watch_gradient, prepend=True)

@@ -181,7 +181,8 @@ class Recorder(OperatorMode):
         if self._answers and func in ITEMS:
             return _zero(args[0].dtype)
         result = run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
+        if func.namespace not in QUERIES:
+            self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -195,7 +196,7 @@ class Recorder(OperatorMode):
         namespace, name = name_of(func)
         if namespace in MESSAGES:
             self._record_message(name, args, [*given, *results])
-        elif not (func.is_view or namespace in QUERIES):
+        elif not func.is_view:
             # A lookup reads as much as it returns, and not the whole table.
             read = sum(map(_size, results if name in LOOKUPS else given))
             moved = read + sum(map(_size, results))

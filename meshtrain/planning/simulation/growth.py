@@ -1,0 +1,131 @@
+"""What happens outside the passes of microbatches in a step, for any number of layers.
+
+There a process computes with the parameters of all layers alike, so that each layer adds the same.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
+from meshtrain.planning.simulation.recorder import Role, Work
+
+# What exists before the step, and depends on the number of layers.
+STATE = (Role.PARAMETERS, Role.BUFFERS, Role.OPTIMIZER)
+_Sizes = tuple[int, ...]
+_Counts = Mapping[tuple[Any, _Sizes], int]
+
+
+class UnevenGrowthError(Exception):
+    """Raised when it is not clear what one more layer adds."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a process does in a step outside the passes of microbatches.
+
+    Attributes:
+        state: the memory of parameters, buffers and optimizer before the step.
+        behind: what follows the passes.
+    """
+
+    state: ActionProfile
+    behind: tuple[ActionProfile, ...]
+
+    def with_more_layers(self, more: "Outside", times: int) -> "Outside":
+        """Return the same with more layers.
+
+        Args:
+            more: the same with one more layer.
+            times: how many more there are.
+
+        Raises:
+            UnevenGrowthError: if it is not clear what the layer adds.
+        """
+        if len(self.behind) != len(more.behind):
+            raise UnevenGrowthError("there are other sections")
+        behind = [_grown(one, other, times) for one, other in zip(self.behind, more.behind, strict=True)]
+        return Outside(_grown(self.state, more.state, times), tuple(behind))
+
+
+def outside_of(profile: RankProfile) -> Outside:
+    """Return what a process does outside the passes."""
+    before, _, behind = profile.parts()
+    first = before[0]
+    is_state = np.isin(first.roles, [ROLES.index(role) for role in STATE])
+    state = replace(first, changes=first.changes[is_state], roles=first.roles[is_state], work=())
+    return Outside(state, tuple(behind))
+
+
+def _grown(few: ActionProfile, more: ActionProfile, times: int) -> ActionProfile:
+    if len(few.work) != len(more.work) or few.phase != more.phase:
+        raise UnevenGrowthError("there are other messages")
+    changes = [*_grown_changes(few, more, times)]
+    return replace(
+        few,
+        changes=np.array([size for size, _ in changes], dtype=np.int64),
+        roles=np.array([role for _, role in changes], dtype=np.int64),
+        work=tuple(_grown_work(one, other, times) for one, other in zip(few.work, more.work, strict=True)),
+    )
+
+
+def _grown_changes(few: ActionProfile, more: ActionProfile, times: int) -> Iterator[tuple[int, int]]:
+    """Yield changes of memory and their roles. Between two of other signs the order is lost."""
+    runs, longer = _runs(few), _runs(more)
+    if len(runs) != len(longer):
+        raise UnevenGrowthError("memory grows and shrinks in another order")
+    for one, other in zip(runs, longer, strict=True):
+        for (role, (size,)), number in _grown_counts(one, other, times).items():
+            yield from [(size, role)] * number
+
+
+def _runs(action: ActionProfile) -> list[_Counts]:
+    """Return how often each change occurs, for each run of changes of the same sign."""
+    pairs = zip(action.changes.tolist(), action.roles.tolist(), strict=True)
+    groups = groupby(pairs, key=lambda pair: pair[0] > 0)
+    return [Counter((role, (size,)) for size, role in group) for _, group in groups]
+
+
+def _grown_work(few: Counter[Work] | Work, more: Counter[Work] | Work, times: int) -> Counter[Work] | Work:
+    if isinstance(few, Work) != isinstance(more, Work):
+        raise UnevenGrowthError("there are other messages")
+    found: Counter[Work] = Counter()
+    for (kind, (flops, num_bytes)), number in _grown_counts(_work_counts(few), _work_counts(more), times).items():
+        name, dtype, axis = kind
+        found[Work(name, dtype, flops, num_bytes, axis)] = number
+    return next(iter(found)) if isinstance(few, Work) else found
+
+
+def _work_counts(work: Counter[Work] | Work) -> _Counts:
+    counts = {work: 1} if isinstance(work, Work) else work
+    return {((it.name, it.dtype, it.axis), (it.flops, it.num_bytes)): number for it, number in counts.items()}
+
+
+def _grown_counts(few: _Counts, more: _Counts, times: int) -> dict[tuple[Any, _Sizes], int]:
+    """Return numbers of things that have a kind and sizes.
+
+    Either their number grows with the layers, or their sizes do.
+    """
+    grown = Counter({key: number + times * (more[key] - number) for key, number in few.items() if key in more})
+    if min(grown.values(), default=0) < 0:
+        raise UnevenGrowthError("something becomes less with a layer")
+    old, new = (_by_kind(one, other) for one, other in ((few, more), (more, few)))
+    if {kind: len(sizes) for kind, sizes in old.items()} != {kind: len(sizes) for kind, sizes in new.items()}:
+        raise UnevenGrowthError("there are other sizes")
+    for kind, sizes in old.items():
+        for before, after in zip(sizes, new[kind], strict=True):
+            grown[kind, tuple(one + times * (other - one) for one, other in zip(before, after, strict=True))] += 1
+    return dict(grown)
+
+
+def _by_kind(counts: _Counts, others: _Counts) -> dict[Any, list[_Sizes]]:
+    """Return kind -> the sizes that the others lack, in order."""
+    found: dict[Any, list[_Sizes]] = defaultdict(list)
+    for (kind, sizes), number in counts.items():
+        if (kind, sizes) not in others:
+            found[kind] += [sizes] * number
+    return {kind: sorted(sizes) for kind, sizes in found.items()}

@@ -1,0 +1,66 @@
+"""The simulation of one process, with a few of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshtrain.planning.simulation.expansion import with_all_layers
+from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError, outside_of
+from meshtrain.planning.simulation.outline import StageOutline, with_layers
+from meshtrain.planning.simulation.profile import RankProfile
+from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank, simulate_without_passes
+
+
+@dataclass(frozen=True)
+class Task:
+    """The simulation of one process.
+
+    Attributes:
+        rank: of the process.
+        run: with all layers.
+        stages: of the run.
+        held: indices of the stages of the process.
+    """
+
+    rank: int
+    run: SimulatedRun
+    stages: tuple[StageOutline, ...]
+    held: tuple[int, ...]
+
+    def simulate(self) -> RankProfile:
+        """Return what the process does in a step.
+
+        Raises:
+            LayersNeededError: if it is not known what a single layer does.
+        """
+        if not any(stage.left_out for stage in self.stages):
+            return simulate_rank(self.run, self.rank)
+        # The size of some memory grows with the number of layers, so it is rounded at the end.
+        few = simulate_rank(self._with({}), self.rank)
+        if self._left_out():
+            likes = {stage: self.stages[stage].likes for stage in self.held}
+            few = with_all_layers(few, self._outside(few), likes)
+        return few.rounded(self.run.granularity)
+
+    def _outside(self, few: RankProfile) -> Outside:
+        """Return what a process with all layers does outside the passes."""
+        left_out = self._left_out()
+        kinds = {self.stages[stage].parameters_of(layer) for stage, layer in left_out}
+        if len(kinds) == 1:
+            (stage, layer), *_ = left_out
+            more = self._without_passes({stage: sorted([*self.stages[stage].kept, layer])})
+            try:
+                return outside_of(few).with_more_layers(more, len(left_out))
+            except UnevenGrowthError:
+                pass
+        return self._without_passes({stage: self.stages[stage].layers for stage in self.held})
+
+    def _without_passes(self, layers: dict[int, Sequence[int]]) -> Outside:
+        return outside_of(simulate_without_passes(self._with(layers), self.rank))
+
+    def _left_out(self) -> list[tuple[int, int]]:
+        return [(stage, layer) for stage in self.held for layer in self.stages[stage].left_out]
+
+    def _with(self, layers: dict[int, Sequence[int]]) -> SimulatedRun:
+        """Return the run with a few layers, or with those that are given for a stage."""
+        chosen = [layers.get(index, stage.kept) for index, stage in enumerate(self.stages)]
+        return with_layers(replace(self.run, granularity=1), chosen)
