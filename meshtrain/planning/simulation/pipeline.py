@@ -2,7 +2,9 @@
 
 import copy
 import math
+import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,11 +23,13 @@ from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
-from meshtrain.runtime.ranks import RankError, run_on_ranks
+from meshtrain.runtime.ranks import RankError, program_hidden, run_on_ranks
 
 # A few first microbatches, the last ones, and one between them.
 FEWEST = 6
 SECONDS = 3600.0
+# More processes import torch and transformers first, which takes about as long.
+START_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -121,18 +125,38 @@ def _kind(stage: Stage, run: SimulatedRun) -> tuple[object, ...]:
 
 
 def _simulate_ranks(run: SimulatedRun, chosen: Sequence[int]) -> list[RankProfile]:
-    """Simulate the first process of some pp ranks, on all cores of this machine."""
+    """Simulate the first process of some pp ranks."""
     width = run.plan.mesh.world_size // run.plan.mesh.pp
     ranks = [rank * width for rank in chosen]
-    if len(ranks) == 1 and not dist.is_initialized():
-        return [simulate_rank(run, ranks[0])]
+    found = {} if dist.is_initialized() else _simulate_here(run, ranks)
+    if left := [rank for rank in ranks if rank not in found]:
+        found |= _simulate_on_cores(run, left)
+    return [found[rank] for rank in ranks]
+
+
+def _simulate_here(run: SimulatedRun, ranks: Sequence[int]) -> dict[int, RankProfile]:
+    """Simulate some ranks one after the other, as long as more processes would not be faster."""
+    # A daemonic process may not start others.
+    must_work_alone = multiprocessing.current_process().daemon
+    found: dict[int, RankProfile] = {}
+    for rank in ranks:
+        begin = time.monotonic()
+        found[rank] = simulate_rank(run, rank)
+        seconds_left = (time.monotonic() - begin) * (len(ranks) - len(found))
+        if seconds_left > START_SECONDS and not must_work_alone:
+            break
+    return found
+
+
+def _simulate_on_cores(run: SimulatedRun, ranks: Sequence[int]) -> dict[int, RankProfile]:
+    """Simulate some ranks on all cores of this machine."""
     workers = min(len(ranks), num_cores())
     try:
-        answers = run_on_ranks(workers, _simulate_share, run, ranks, joins=False, timeout=SECONDS)
+        with program_hidden():
+            answers = run_on_ranks(workers, _simulate_share, run, ranks, joins=False, timeout=SECONDS)
     except RankError as error:
         raise (error.original if isinstance(error.original, UserError) else error) from None
-    found = {rank: profile for answer in answers for rank, profile in answer}
-    return [found[rank] for rank in ranks]
+    return {rank: profile for answer in answers for rank, profile in answer}
 
 
 def _simulate_share(run: SimulatedRun, ranks: Sequence[int]) -> list[tuple[int, RankProfile]]:

@@ -74,6 +74,10 @@ class SimulatedRun:
     on_gpus: bool = False
 
 
+class NotSimulated(ModelError):
+    """The step of a model cannot be simulated, because an operator needs values."""
+
+
 class Watch:
     """Tells a recorder what a pipeline computes, and what its memory is for.
 
@@ -157,7 +161,7 @@ def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
         rank: its number.
 
     Raises:
-        ModelError: for a class with an operator that needs values.
+        NotSimulated: for a class with an operator that needs values.
     """
     return profile_of(record_rank(run, rank, Recorder), num_microbatches(run.plan, run.batch))
 
@@ -171,12 +175,12 @@ def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRec
         kind: class of the recorder.
 
     Raises:
-        ModelError: for a class with an operator that needs values.
+        NotSimulated: for a class with an operator that needs values.
     """
     try:
         return _record(run, rank, kind)
     except NEEDS_VALUES as error:
-        raise ModelError(
+        raise NotSimulated(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
             "known before a run",
             "leave out --gpu; `meshtrain check` still shows the bytes of parameters, gradients and optimizer state",
