@@ -1,6 +1,7 @@
 """The function `train`: the training of a run file inside a program."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -8,11 +9,15 @@ from meshtrain import console
 from meshtrain.config.arguments import wrong
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
-from meshtrain.profiling.hook import profile_hooks
+from meshtrain.profiling.known_machine import known_machine
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook, check_hooks
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.run import Ending, train_run
 from meshtrain.verify.first_use import ensure_proven
+
+if TYPE_CHECKING:
+    from meshtrain.profiling.prediction_hook import PredictionHook
 
 
 def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
@@ -47,4 +52,30 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         )
     own = check_hooks(hooks)
     console.configure(rank=rank_from_environment())
-    return train_run(config, [*profile_hooks(config), *own], prove=ensure_proven)
+    predicting = _prediction_hooks(config)
+
+    def before_joining(resolved: ResolvedRun) -> None:
+        ensure_proven(resolved)
+        for hook in predicting:
+            hook.predict(resolved)
+
+    return train_run(config, [*predicting, *_profile_hooks(config), *own], before_joining)
+
+
+def _prediction_hooks(config: RunConfig) -> "list[PredictionHook]":
+    """Return the hook that shows what is predicted; none if no machine is known."""
+    machine = known_machine(config)
+    if machine is None:
+        return []
+    from meshtrain.profiling.prediction_hook import PredictionHook  # noqa: PLC0415 - loads the simulation
+
+    return [PredictionHook(machine)]
+
+
+def _profile_hooks(config: RunConfig) -> Sequence[Hook]:
+    """Return the hook that measures the steps of `profile.steps`; none if there are none."""
+    if config.profile.steps is None:
+        return []
+    from meshtrain.profiling.hook import profile_hooks  # noqa: PLC0415 - loads the simulation
+
+    return profile_hooks(config)

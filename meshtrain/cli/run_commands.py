@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,9 @@ from meshtrain import console
 from meshtrain.cli.app import Overrides, RunFile, app, check_writable
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.exit_codes import DOES_NOT_FIT, NOT_PROVEN, RESTART
+
+if TYPE_CHECKING:
+    from meshtrain.config.run import RunConfig
 
 WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
 OptionalWorldSize = Annotated[
@@ -43,6 +46,7 @@ def train(
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
+    _check_machine(config)
     if processes is not None:
         arguments = ["train", str(run), *(overrides or ())]
         raise typer.Exit(_start_processes(arguments, processes, max_restarts=max_restarts or 0))
@@ -53,6 +57,18 @@ def train(
     ending = train_run(config)
     if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not must_end_with_0()):
         raise typer.Exit(RESTART)
+
+
+def _check_machine(config: "RunConfig") -> None:
+    """Check the machine that a run names, before anything is launched.
+
+    Raises:
+        ConfigError: if there is no such machine, or its file is wrong.
+    """
+    if config.machine is not None:
+        from meshtrain.planning.machine import check_machine
+
+        check_machine(config.machine)
 
 
 def _start_processes(arguments: Sequence[str], processes: str, *, max_restarts: int = 0) -> int:
@@ -95,6 +111,7 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
     from meshtrain.training.report import show_run
     from meshtrain.training.resolve import resolve_run
 
+    _check_machine(config)
     check_directory(config)
     check_beginning(config)
     show_run(resolve_run(config, world_size))

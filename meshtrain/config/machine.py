@@ -87,6 +87,9 @@ class MachineConfig(Settings):
     """Where these numbers come from."""
     measured: list[str] = []
     """Names of the constants that were measured with meshtrain. All others are estimates."""
+    device_names: list[str] = []
+    """Names that torch.cuda.get_device_name reports for it. A run on such a GPU finds a shipped
+    description by them."""
     sources: dict[str, str] = {}
     """Name of a constant -> where it comes from, where that is not `source`."""
     speed: SpeedConfig | None = None

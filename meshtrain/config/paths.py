@@ -28,6 +28,7 @@ CORPUS_PATHS = (
     ("clean", "tokenizer"),
 )
 PATHS_OR_HUB_IDS = (("model", "path"), ("data", "tokenizer", "path"))
+MACHINE_FILE_OR_NAME = ("machine",)
 BUILT_IN_SOURCES = ("python-stdlib",)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -47,7 +48,7 @@ def with_absolute_paths(table: Table, paths: Sequence[Key] = PATHS, above: Key =
         key = (*above, name)
         if isinstance(node, dict):
             resolved[name] = with_absolute_paths(node, paths, key)
-        elif _is_path(key, paths) or key in PATHS_OR_HUB_IDS:
+        elif _is_path(key, paths) or key in PATHS_OR_HUB_IDS or _names_machine_file(key, node.value):
             resolved[name] = replace(node, value=_absolute(node.value, key, node.source.directory))
         else:
             resolved[name] = node
@@ -59,6 +60,10 @@ def _is_path(key: Key, paths: Sequence[Key]) -> bool:
         len(pattern) == len(key) and all(word in ("*", name) for word, name in zip(pattern, key, strict=True))
         for pattern in paths
     )
+
+
+def _names_machine_file(key: Key, value: Any) -> bool:
+    return key == MACHINE_FILE_OR_NAME and isinstance(value, str) and value.endswith(".toml")
 
 
 def _absolute(value: Any, key: Key, directory: Path) -> Any:

@@ -237,6 +237,11 @@ class RunConfig(Settings):
     """Length of the run in optimizer steps. Set this or `epochs`."""
     epochs: Count | None = None
     """Length of the run in passes over the training data. Set this or `steps`."""
+    machine: PathText | None = None
+    """Machine for which memory and time of a step are predicted: the name of a shipped description,
+    such as "h100-80gb", a machine file (relative to the run file), or "cpu". The prediction is
+    shown at the start, and compared at the end with what was measured. Left out: the GPU of the
+    run, if its description is shipped. "none": nothing is predicted."""
     stop_after: Annotated[str, AfterValidator(_checked_duration)] | None = None
     """Save and stop at the first step that ends this long after the start, such as "3h30m",
     "90m" or "45s". Use it in queues with a time limit. Left out: never."""

@@ -10,6 +10,7 @@ initialize: random initialization that is the same on every mesh.
 init_rules: rules of initialization, of which every process keeps its part.
 layer_config: the configuration of a single layer.
 layout: the part of a global tensor that a process holds.
+own_code: classes whose code came with their model.
 patterns: module patterns of a plan.
 probe_inputs: the inputs of a forward pass that finds out what a model does.
 rotary: rotary modules whose frequencies depend on the sequence length.

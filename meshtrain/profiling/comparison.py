@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from meshtrain.planning.names import gib
-from meshtrain.profiling.files import ProfileSummary
+from meshtrain.profiling.files import Prediction, ProfileSummary
 from meshtrain.training.hooks import Hook, Metrics, RunState
 
 WARM_UP_STEPS = 2
@@ -28,6 +28,11 @@ class Measurement:
 
 class MeasuredHook(Hook):
     """Keeps the times of the steps and the peak of the memory, for a comparison at the end."""
+
+    @property
+    def num_measured_steps(self) -> int:
+        """Return how many steps were measured so far."""
+        return len(self._seconds)
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -57,27 +62,45 @@ class MeasuredHook(Hook):
         return Measurement(median(self._seconds) if self._seconds else None, max(peaks, default=None))
 
 
-def comparison_lines(*, step_seconds: float, peak_bytes: int, measured: Measurement) -> list[str]:
-    """Return a line for the time of a step, and one for the peak of memory.
+def prediction_lines(prediction: Prediction) -> list[str]:
+    """Return a line for what is predicted, and another one if that does not fit the machine."""
+    parts = [f"peak {gib(max(prediction.peak_bytes))} of {gib(prediction.limit_bytes)} GiB"]
+    if prediction.step_seconds is not None:
+        parts.append(f"a step {_shown(prediction.step_seconds)} s")
+    if prediction.tokens_per_second is not None:
+        parts.append(f"{prediction.tokens_per_second:,.0f} tokens per second and process")
+    origin = "" if prediction.measured else " (constants assumed, not measured)"
+    line = f"Predicted for {prediction.machine}: {', '.join(parts)}{origin}"
+    return [line] if prediction.fits else [line, f"{prediction.verdict} Training starts anyway."]
+
+
+def comparison_lines(*, step_seconds: float | None, peak_bytes: int, measured: Measurement) -> list[str]:
+    """Return a line for the time of a step if one was predicted, and one for the peak of memory.
 
     Args:
         step_seconds: as predicted.
         peak_bytes: as predicted, of the fullest process.
         measured: in the run.
     """
-    step, memory = f"Step: predicted {_shown(step_seconds)} s", f"Peak memory: predicted {gib(peak_bytes)} GiB"
+    memory = _compared_memory(peak_bytes, measured)
+    return [memory] if step_seconds is None else [_compared_step(step_seconds, measured), memory]
+
+
+def _compared_step(step_seconds: float, measured: Measurement) -> str:
+    step = f"Step: predicted {_shown(step_seconds)} s"
     if measured.step_seconds is None:
-        step = f"{step}, not measured: the run had no step after the {WARM_UP_STEPS} that warm up"
-    else:
-        step = f"{step}, measured {_shown(measured.step_seconds)} s{_deviation(step_seconds, measured.step_seconds)}"
+        return f"{step}, not measured: the run had no step after the {WARM_UP_STEPS} that warm up"
+    return f"{step}, measured {_shown(measured.step_seconds)} s{_deviation(step_seconds, measured.step_seconds)}"
+
+
+def _compared_memory(peak_bytes: int, measured: Measurement) -> str:
+    memory = f"Peak memory: predicted {gib(peak_bytes)} GiB"
     if measured.peak_bytes is None:
-        memory = (
+        return (
             f"{memory}, not measured: on a CPU the memory of the process is not that of its tensors, and only "
             "profile.steps measures that"
         )
-    else:
-        memory = f"{memory}, measured {gib(measured.peak_bytes)} GiB{_deviation(peak_bytes, measured.peak_bytes)}"
-    return [step, memory]
+    return f"{memory}, measured {gib(measured.peak_bytes)} GiB{_deviation(peak_bytes, measured.peak_bytes)}"
 
 
 def _shown(seconds: float) -> str:

@@ -66,28 +66,35 @@ class Prediction:
     Attributes:
         machine: name of its description.
         measured: whether its rates were measured.
+        is_cpu: whether it is a CPU.
         world_size: number of processes.
         limit_bytes: memory of a device.
         peak_bytes: the most bytes that the first process of each pp rank needs.
-        step_seconds: time of a step.
-        tokens_per_second: of each process.
+        fits: whether every process fits the memory.
+        verdict: a line that says so.
+        step_seconds: time of a step; None if the speed of the machine is unknown.
+        tokens_per_second: of each process; None if it is unknown.
         mfu: model FLOPs utilization: the share of the peak rate that is used; None if unknown.
         peak_tflops: the most TFLOP/s of a device; None if unknown.
-        bubble: share of the step in which the processes of a pipeline wait for each other.
+        bubble: share of the step in which the processes of a pipeline wait for each other; None if
+            unknown.
         axes: traffic by axis of the mesh.
-        timeline: of a step.
+        timeline: of a step; without lanes if it is unknown.
     """
 
     machine: str
     measured: bool
+    is_cpu: bool
     world_size: int
     limit_bytes: int
     peak_bytes: tuple[int, ...]
-    step_seconds: float
-    tokens_per_second: float
+    fits: bool
+    verdict: str
+    step_seconds: float | None
+    tokens_per_second: float | None
     mfu: float | None
     peak_tflops: float | None
-    bubble: float
+    bubble: float | None
     axes: dict[str, AxisTraffic]
     timeline: TimelineField
 

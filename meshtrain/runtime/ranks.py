@@ -10,9 +10,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +40,17 @@ _context = multiprocessing.get_context("forkserver")
 def preload(modules: Iterable[str]) -> None:
     """Make the fork server import these modules too. Call it before the first ranks are started."""
     _context.set_forkserver_preload([*PRELOAD, *modules])
+
+
+@contextmanager
+def program_hidden() -> Iterator[None]:
+    """Keep the ranks from running the program: Python imports it in new processes."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 class RankError(AssertionError):

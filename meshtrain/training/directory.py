@@ -49,6 +49,7 @@ FREE = (
     "logging",
     "stop_after",
     "watchdog",
+    "machine",
     "bad_steps",
     "profile",
     "self_checks",

@@ -38,16 +38,19 @@ class Ending(Enum):
     FOLLOWED = "another process has to go, and all have saved"
 
 
-def _accept(resolved: ResolvedRun) -> None:
-    """Accept every plan without a proof."""
+def _go_on(resolved: ResolvedRun) -> None:
+    """Do nothing before the processes join."""
 
 
-def train_run(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[ResolvedRun], None] = _accept) -> Ending:
+def train_run(
+    config: RunConfig, hooks: Sequence[Hook] = (), before_joining: Callable[[ResolvedRun], None] = _go_on
+) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
     Args:
         hooks: the user's hooks; on every rank they are called after the built-in ones.
-        prove: called once the run is resolved; raises a UserError if the plan must not be trained.
+        before_joining: called once the run is resolved, before the process group is joined; raises
+            a UserError if the plan must not be trained.
 
     Raises:
         UserError: before any process group is joined, if the mistake can be found there.
@@ -57,7 +60,7 @@ def train_run(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[Re
     check_directory(config)
     with locked_run(config) as lock:
         resolved = resolve_run(config, world_size_from_environment())
-        prove(resolved)
+        before_joining(resolved)
         identity, dataset, num_steps = _prepare(resolved)
         with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:
             if config.stop_after is not None:

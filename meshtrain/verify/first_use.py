@@ -1,14 +1,10 @@
 """Proof of an unknown class, or of unproven flags, before the first run. Proofs are cached."""
 
-import inspect
 import multiprocessing
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -20,7 +16,9 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import plan_hash
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import ModelError, UserError
+from meshtrain.models.own_code import is_stock, own_code
 from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.runtime.ranks import program_hidden
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove, write_json
@@ -46,8 +44,8 @@ def ensure_proven(resolved: ResolvedRun) -> None:
     """
     config, hf_config, model_class = resolved.config, resolved.hf_config, type(resolved.model)
     flags = _uncovered(hf_config, config.plan)
-    is_stock = not config.model.trust_remote_code or _is_stock(model_class)
-    is_known = is_stock and find_family(hf_config.model_type) is not None and not flags
+    has_stock_class = not config.model.trust_remote_code or is_stock(model_class)
+    is_known = has_stock_class and find_family(hf_config.model_type) is not None and not flags
     # Only a proof shows whether a class keeps documents apart: it may accept positions and make no
     # mask of them.
     separates = config.data.documents == "separate"
@@ -70,16 +68,16 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
     """
     model_class, config = type(model), model.config
     flags = _uncovered(config, plan)
-    if _is_stock(model_class) and find_family(config.model_type) is not None and not flags:
+    if is_stock(model_class) and find_family(config.model_type) is not None and not flags:
         return
-    if not _is_stock(model_class) and not hasattr(config, "auto_map"):
+    if not is_stock(model_class) and not hasattr(config, "auto_map"):
         raise ModelError(
             f"{model_class.__name__} is not a class of transformers, and no tiny copy of it can be built for a proof",
             SWITCH_OF_PROGRAMS,
         )
     choices = {
         "attention": attention_implementation(config) or "eager",
-        "trust_remote_code": not _is_stock(model_class),
+        "trust_remote_code": not is_stock(model_class),
         "pretrained": True,
     }
     cases = _with_switch(partial(make_cases_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
@@ -92,28 +90,13 @@ def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
     return uncovered_flags(config) if has_family and plan.mesh.tp > 1 else []
 
 
-@contextmanager
-def _hidden_program() -> Iterator[None]:
-    """Keep the ranks of a proof from running the program: Python imports it in new processes."""
-    program = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = program
-
-
 def _ensure(
     cases: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
 ) -> None:
     cache = Cache(Path(directory), leads=rank_from_environment() == 0)
-    with _hidden_program():
+    with program_hidden():
         for case in cases:
             cache.build(f"proofs/{_key(case, model_class)}", partial(_prove, case, switch=switch, flags=flags))
-
-
-def _is_stock(model_class: type[PreTrainedModel]) -> bool:
-    return model_class.__module__.startswith("transformers.")
 
 
 def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[ProofCase]:
@@ -126,15 +109,8 @@ def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[Proof
 def _key(case: ProofCase, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
     choices = (case.rows, case.attention, case.pretrained)
-    code = [] if _is_stock(model_class) else _sources(model_class)
+    code = own_code(model_class)
     return compute_identity(versions, case.hf_config.to_json_string(), plan_hash(case.plan), choices, code)
-
-
-def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
-    """Return the code that came with a class: its own file and those beside it."""
-    # transformers keeps the files of each model in a directory of their own.
-    files = sorted(Path(inspect.getfile(model_class)).parent.glob("*.py"))
-    return [(file.name, file.read_text()) for file in files]
 
 
 def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:

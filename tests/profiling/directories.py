@@ -75,9 +75,12 @@ def prediction() -> Prediction:
     return Prediction(
         machine="h100-80gb",
         measured=False,
+        is_cpu=False,
         world_size=8,
         limit_bytes=79 * GIB,
         peak_bytes=(68 * GIB, 50 * GIB),
+        fits=True,
+        verdict="It fits h100-80gb.",
         step_seconds=0.75,
         tokens_per_second=11_000.0,
         mfu=0.45,

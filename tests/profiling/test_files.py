@@ -31,9 +31,12 @@ def test_files_have_the_agreed_names_and_keys(tmp_path: Path) -> None:
     assert [*predicted] == [
         "machine",
         "measured",
+        "is_cpu",
         "world_size",
         "limit_bytes",
         "peak_bytes",
+        "fits",
+        "verdict",
         "step_seconds",
         "tokens_per_second",
         "mfu",

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,12 +21,14 @@ from meshtrain.planning.simulation.outline import StageOutline, outline_stages
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.simulation.task import Task
-from meshtrain.runtime.ranks import RankError, run_on_ranks
+from meshtrain.runtime.ranks import RankError, program_hidden, run_on_ranks
 
 # A few first microbatches, the last ones, and one between them. Without a pipeline the first and
 # the last alone differ from the others.
 FEWEST, FEWEST_ALONE = 6, 3
 SECONDS = 3600.0
+# More processes import torch and transformers first, which takes about as long.
+START_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -105,19 +108,38 @@ def _shortened(run: SimulatedRun, number: int) -> SimulatedRun:
 
 
 def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
-    """Simulate some processes, on all cores of this machine."""
-    # A process of a search is one of all cores already.
-    if (len(tasks) == 1 and not dist.is_initialized()) or multiprocessing.current_process().daemon:
-        return [task.simulate() for task in tasks]
+    """Simulate some processes."""
+    found = {} if dist.is_initialized() else _simulate_here(tasks)
+    if left := [task for task in tasks if task.rank not in found]:
+        found |= _simulate_on_cores(left)
+    return [found[task.rank] for task in tasks]
+
+
+def _simulate_here(tasks: Sequence[Task]) -> dict[int, RankProfile]:
+    """Simulate some processes one after the other, as long as more would not be faster."""
+    # A daemonic process may not start others.
+    must_work_alone = multiprocessing.current_process().daemon
+    found: dict[int, RankProfile] = {}
+    for task in tasks:
+        begin = time.monotonic()
+        found[task.rank] = task.simulate()
+        seconds_left = (time.monotonic() - begin) * (len(tasks) - len(found))
+        if seconds_left > START_SECONDS and not must_work_alone:
+            break
+    return found
+
+
+def _simulate_on_cores(tasks: Sequence[Task]) -> dict[int, RankProfile]:
+    """Simulate some processes on all cores of this machine."""
     workers = min(len(tasks), num_cores())
     try:
-        answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)
+        with program_hidden():
+            answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)
     except RankError as error:
         if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None
-        raise error from None
-    found = {rank: profile for answer in answers for rank, profile in answer}
-    return [found[task.rank] for task in tasks]
+        raise
+    return {rank: profile for answer in answers for rank, profile in answer}
 
 
 def _simulate_share(tasks: Sequence[Task]) -> list[tuple[int, RankProfile]]:

@@ -80,6 +80,10 @@ class SimulatedRun:
     layers: tuple[int, ...] | None = None
 
 
+class NotSimulated(ModelError):
+    """The step of a model cannot be simulated, because an operator needs values."""
+
+
 class Watch:
     """Tells a recorder what a pipeline computes, and what its memory is for.
 
@@ -175,7 +179,7 @@ def simulate_rank(run: SimulatedRun, rank: int) -> RankProfile:
         rank: its number.
 
     Raises:
-        ModelError: for a class with an operator that needs values.
+        NotSimulated: for a class with an operator that needs values.
     """
     return profile_of(record_rank(run, rank, Recorder), num_microbatches(run.plan, run.batch))
 
@@ -201,12 +205,12 @@ def record_rank(
         change: of the pipeline that takes the step.
 
     Raises:
-        ModelError: for a class with an operator that needs values.
+        NotSimulated: for a class with an operator that needs values.
     """
     try:
         return _record(run, rank, kind, change)
     except NEEDS_VALUES as error:
-        raise ModelError(
+        raise NotSimulated(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
             "known before a run",
             "leave out --gpu; `meshtrain check` still shows the bytes of parameters, gradients and optimizer state",

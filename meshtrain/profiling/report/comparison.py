@@ -37,8 +37,9 @@ def _compared(prediction: Prediction, rows: list[Row]) -> Table:
         (name, *(_shown(value, quantity, name) for value in (predicted, measured)), _ratio(predicted, measured))
         for name, predicted, measured, quantity in rows
     )
-    rates = "measured" if prediction.measured else "assumed"
-    title = f"Predicted for {prediction.machine} ({rates} rates), and measured"
+    rates = "measured rates" if prediction.measured else "assumed rates"
+    about = prediction.machine if prediction.step_seconds is None else f"{prediction.machine} ({rates})"
+    title = f"Predicted for {about}, and measured"
     return Table(title, ("", "predicted", "measured", "measured / predicted"), shown)
 
 
@@ -53,6 +54,8 @@ def _ratio(predicted: float | None, measured: float | None) -> str:
 
 
 def _speed(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
+    if prediction.step_seconds is None:
+        return
     rate, summary = typical(run, "tokens_per_second"), run.summary
     yield "time of a step", prediction.step_seconds, typical(run, "seconds"), "seconds"
     each = None if rate is None else rate / prediction.world_size
@@ -67,7 +70,9 @@ def _speed(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
 
 def _memory(run: RecordedRun, prediction: Prediction) -> Iterator[Row]:
     if run.summary is None or not run.summary.ranks:
-        yield "peak memory", max(prediction.peak_bytes, default=None), peak_memory(run), "bytes"
+        # On a CPU the metric is the memory of the process, with Python and its libraries.
+        measured_peak = None if prediction.is_cpu else peak_memory(run)
+        yield "peak memory", max(prediction.peak_bytes, default=None), measured_peak, "bytes"
         return
     measured = peaks_by_pp_rank(run.summary, prediction)
     for pp_rank, predicted in enumerate(prediction.peak_bytes):

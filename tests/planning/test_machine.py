@@ -1,0 +1,54 @@
+"""Descriptions of machines: which GPU they are for, and what of them was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from meshtrain.planning.machine import CPU_GRANULARITY, find_machine, machine_of_device, shipped_machines
+from tests.profiling.test_prediction import SPEED, machine_file
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA B200", "b200-192gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("", None),
+    ],
+)
+def test_device_has_a_shipped_description(device: str, name: str | None) -> None:
+    assert machine_of_device(device) == name
+
+
+def test_every_shipped_description_has_devices_of_its_own() -> None:
+    names = [device for name in shipped_machines() for device in find_machine(name, 1).config.device_names]
+    assert len(names) == len({*names}) >= len(shipped_machines())
+
+
+def test_synchronous_machine_is_a_cpu(tmp_path: Path) -> None:
+    cpu = find_machine(machine_file(tmp_path), 2)
+    assert (cpu.is_cpu, cpu.granularity) == (True, CPU_GRANULARITY)
+    assert cpu.shown_name == "machine.toml"
+    for speed in ("", SPEED.replace("is_asynchronous = false", "is_asynchronous = true")):
+        assert not find_machine(machine_file(tmp_path, speed=speed), 2).is_cpu
+
+
+def test_rates_that_a_run_does_not_need_may_be_assumed(tmp_path: Path) -> None:
+    path = Path(machine_file(tmp_path))
+    machine = find_machine(str(path), 1)
+    links = ("speed.within_host", "speed.between_hosts")
+    rates = [name for name in machine.config.constants() if name.startswith("speed.") and name not in links]
+    path.write_text(f"measured = {rates}\n{path.read_text()}")
+    found = find_machine(str(path), 1)
+    assert [found.has_measured_rates(number) for number in (1, 2, 3)] == [True, False, False]
+    path.write_text(path.read_text().replace("measured = [", f"measured = [{links[0]!r}, "))
+    found = find_machine(str(path), 1)
+    assert [found.has_measured_rates(number) for number in (1, 2, 3)] == [True, True, False]
+    assert not machine.has_measured_rates(1)
+    assert find_machine("cpu", 1).has_measured_rates(4)
