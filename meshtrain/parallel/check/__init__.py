@@ -11,10 +11,12 @@ The package itself has `resolve_plan`, which runs all checks and fills in the op
 the checks of the model, of recomputation and of rotary frequencies.
 """
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
@@ -26,9 +28,18 @@ from meshtrain.parallel.router_loss import find_formula
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.rules import Problems
 
+Check = Callable[[ParallelPlan, PreTrainedModel, BatchShape], Problems]
+
 
 @structures_shared()
-def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, world_size: int) -> ParallelPlan:
+def resolve_plan(
+    plan: ParallelPlan,
+    model: PreTrainedModel,
+    batch: BatchShape,
+    world_size: int,
+    *,
+    known_tensor: TensorPlan | None = None,
+) -> ParallelPlan:
     """Return the plan without open settings: no -1, `auto`, `balanced` or `even`.
 
     Args:
@@ -36,6 +47,8 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
         model: the stock model on the meta device; it is not changed.
         batch: shape of the batches.
         world_size: number of processes.
+        known_tensor: the tensor rules of a resolved plan with the same `tensor`, `tp` and
+            recomputation. They are not derived and checked again, which takes longest.
 
     Raises:
         PlanError: with every contradiction that can be found.
@@ -43,11 +56,15 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     mesh = plan.mesh.resolve(world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[Problem] = []
-    try:
-        plan = with_derived_rules(plan, model)
-    except PlanError as error:
-        problems += error.problems
-    checks = (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, _check_recompute, _check_rotary)
+    checks: list[Check] = [_check_model, check_batch, check_sequence, check_pipeline, _check_recompute, _check_rotary]
+    if known_tensor is not None:
+        plan = plan.model_copy(update={"tensor": known_tensor})
+    else:
+        checks.insert(3, check_tensor)
+        try:
+            plan = with_derived_rules(plan, model)
+        except PlanError as error:
+            problems += error.problems
     for check in checks:
         problems += check(plan, model, batch)
     if problems:

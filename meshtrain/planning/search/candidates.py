@@ -25,6 +25,10 @@ RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selectiv
 MOST_ROWS = 64
 
 
+Kind = tuple[int, bool, str]
+"""tp, sequence parallel and recomputation: candidates of one kind have the same layers."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """The settings in which candidates differ."""
@@ -55,6 +59,11 @@ class Candidate:
     def mesh(self) -> tuple[int, int, int, int]:
         """Return the degrees of all axes."""
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+    @property
+    def kind(self) -> Kind:
+        """Return what determines its layers."""
+        return self.tp, self.sequence_parallel, self.recompute
 
     def plan(self, plan: ParallelPlan) -> ParallelPlan:
         """Return a plan with these settings."""

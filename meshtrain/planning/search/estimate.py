@@ -16,7 +16,7 @@ from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.planning.search.candidates import Candidate
+from meshtrain.planning.search.candidates import Candidate, Kind
 from meshtrain.planning.search.layers import LayerNeeds, seconds_of
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
@@ -71,7 +71,7 @@ class Estimator:
         plan: ParallelPlan,
         global_batch_size: int,
         sizes: ModelSizes,
-        needs: Mapping[tuple[int, bool, str], LayerNeeds],
+        needs: Mapping[Kind, LayerNeeds],
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
@@ -85,7 +85,7 @@ class Estimator:
 
     def knows(self, candidate: Candidate) -> bool:
         """Return whether the layers of a candidate were simulated."""
-        return _key(candidate) in self._needs
+        return candidate.kind in self._needs
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
@@ -98,7 +98,7 @@ class Estimator:
         )
 
     def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
-        needs = self._needs[_key(candidate)]
+        needs = self._needs[candidate.kind]
         whole = shape.parameters[rank] / candidate.tp
         shard = whole / candidate.dp_shard
         uses_fsdp = candidate.dp_shard > 1 or self._has_formats or candidate.offload == "cpu"
@@ -125,7 +125,7 @@ class Estimator:
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
 
     def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
-        forward, backward, head = self._cached_seconds(_key(candidate), candidate.micro_batch_size)
+        forward, backward, head = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
         busy = max(
             shape.layers[rank] * (forward + backward) + (head if rank == shape.head_rank else 0.0)
             for rank in range(candidate.pp)
@@ -135,7 +135,7 @@ class Estimator:
         update = self._update_seconds(candidate, max(shape.parameters))
         return total + exposed + update + self._border_seconds(candidate)
 
-    def _part_seconds(self, key: tuple[int, bool, str], rows: int) -> tuple[float, float, float]:
+    def _part_seconds(self, key: Kind, rows: int) -> tuple[float, float, float]:
         """Return the seconds of a layer forward and backward, and of the head."""
         rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=key[0]))
         needs = self._needs[key]
@@ -191,7 +191,7 @@ class Estimator:
         """Return the seconds of messages between stages that a process waits for."""
         if candidate.pp == 1:
             return 0.0
-        needs = self._needs[_key(candidate)]
+        needs = self._needs[candidate.kind]
         size = min(needs.kept_bytes) * candidate.micro_batch_size
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
@@ -223,10 +223,6 @@ def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSi
     parameters[owners[0]] += sizes.around[0]
     parameters[owners[-1]] += sizes.around[1]
     return _Shape(tuple(layers), tuple(parameters), owners[-1])
-
-
-def _key(candidate: Candidate) -> tuple[int, bool, str]:
-    return candidate.tp, candidate.sequence_parallel, candidate.recompute
 
 
 @cache

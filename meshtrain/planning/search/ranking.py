@@ -3,10 +3,10 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
@@ -17,10 +17,11 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs, simulated_run
-from meshtrain.planning.search.candidates import Candidate
+from meshtrain.planning.search.candidates import Candidate, Kind
 from meshtrain.planning.search.estimate import Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.pipeline import simulate
+from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.runtime.ranks import run_on_ranks
 from meshtrain.training.resolve import ResolvedRun
@@ -58,12 +59,14 @@ class Wanted:
         base: the run, resolved for one process.
         machine: on which it will run.
         world_size: number of processes.
+        tensors: tp, sequence parallel and recomputation -> the tensor rules, once they are known.
     """
 
     config: RunConfig
     base: ResolvedRun
     machine: Machine
     world_size: int
+    tensors: dict[Kind, TensorPlan] = field(default_factory=dict)
 
     def resolved(self, candidate: Candidate) -> ResolvedRun:
         """Return the run with the plan of a candidate.
@@ -74,10 +77,15 @@ class Wanted:
         plan = candidate.plan(self.config.plan)
         rows = candidate.micro_batch_size
         config = self.config.model_copy(update={"plan": plan, "micro_batch_size": rows})
-        return self._with(config, candidate.plan(self.base.plan), self.config.global_batch_size, self.world_size)
+        batch = self.config.global_batch_size
+        return self._with(config, candidate.plan(self.base.plan), batch, self.world_size, candidate.kind)
 
     def of_layers(self, tp: int, sequence_parallel: bool, recompute: str) -> SimulatedRun:
-        """Return a step of two microbatches of one sequence on one stage, to look at its layers."""
+        """Return a step of two microbatches of one sequence on one stage, to look at its layers.
+
+        Raises:
+            UserError: if the model refuses such a plan.
+        """
         plan = self.base.plan
         plan = plan.model_copy(
             update={
@@ -87,13 +95,17 @@ class Wanted:
             }
         )
         config = self.config.model_copy(update={"plan": plan, "micro_batch_size": 1, "global_batch_size": 2})
-        resolved = self._with(config, plan, 2, tp)
+        kind = tp, sequence_parallel, recompute
+        resolved = self._with(config, plan, 2, tp, kind)
+        self.tensors[kind] = resolved.plan.tensor
         return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
 
-    def _with(self, config: RunConfig, plan: ParallelPlan, global_batch_size: int, world_size: int) -> ResolvedRun:
+    def _with(
+        self, config: RunConfig, plan: ParallelPlan, global_batch_size: int, world_size: int, kind: Kind
+    ) -> ResolvedRun:
         length = self.base.batch.sequence_length
         batch = BatchShape(global_batch_size, config.micro_batch_size, length, self.base.batch.width_multiple)
-        plan = resolve_plan(plan, self.base.model, batch, world_size)
+        plan = resolve_plan(plan, self.base.model, batch, world_size, known_tensor=self.tensors.get(kind))
         return replace(self.base, config=config, plan=plan, batch=batch)
 
 
@@ -115,7 +127,7 @@ def model_sizes(base: ResolvedRun) -> ModelSizes:
     )
 
 
-def build_estimator(wanted: Wanted, kinds: Sequence[tuple[int, bool, str]]) -> Estimator:
+def build_estimator(wanted: Wanted, kinds: Sequence[Kind]) -> Estimator:
     """Return an estimator that knows the layers of some kinds of candidates.
 
     Args:
@@ -124,7 +136,7 @@ def build_estimator(wanted: Wanted, kinds: Sequence[tuple[int, bool, str]]) -> E
             Without sequence parallelism more memory is needed for the same seconds, so that is left
             out where the model allows it.
     """
-    runs: dict[tuple[int, bool, str], SimulatedRun] = {}
+    runs: dict[Kind, SimulatedRun] = {}
     for kind in sorted(kinds, key=lambda kind: not kind[1]):
         if (kind[0], True, kind[2]) in runs:
             continue
@@ -136,13 +148,13 @@ def build_estimator(wanted: Wanted, kinds: Sequence[tuple[int, bool, str]]) -> E
     sizes, speed = model_sizes(wanted.base), wanted.machine.config.speed
     assert speed is not None
     found = _on_all_cores(_layer_needs, list(runs.values()), len(sizes.layers))
-    needs: dict[tuple[int, bool, str], LayerNeeds] = dict(zip(runs, found, strict=True))
+    needs: dict[Kind, LayerNeeds] = dict(zip(runs, found, strict=True))
     return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, speed)
 
 
-def kinds_of(found: Sequence[Candidate]) -> list[tuple[int, bool, str]]:
+def kinds_of(found: Sequence[Candidate]) -> list[Kind]:
     """Return tp, sequence parallel and recomputation of all candidates, each once."""
-    return sorted({(it.tp, it.sequence_parallel, it.recompute) for it in found})
+    return sorted({it.kind for it in found})
 
 
 def promising(candidates: Sequence[Candidate], estimator: Estimator, limit_bytes: float) -> list[Candidate]:
@@ -165,7 +177,7 @@ def simulate_all(wanted: Wanted, candidates: Sequence[Candidate]) -> list[Found]
 
 
 def _layer_needs(run: SimulatedRun, num_layers: int) -> LayerNeeds:
-    return layer_needs(simulate_rank(run, 0), num_layers)
+    return layer_needs(simulate(run).profiles[0], num_layers)
 
 
 def _simulated(candidate: Candidate, wanted: Wanted) -> Found | None:
