@@ -16,8 +16,8 @@ class Task:
 
     Attributes:
         rank: of the process.
-        run: with all layers.
-        stages: of the run.
+        run: whose plan is for these stages.
+        stages: of the pipeline, which may be some of those of the model.
         held: indices of the stages of the process.
     """
 
@@ -33,7 +33,7 @@ class Task:
             LayersNeededError: if it is not known what a single layer does.
         """
         if not any(stage.left_out for stage in self.stages):
-            return simulate_rank(self.run, self.rank)
+            return simulate_rank(with_layers(self.run, [stage.layers for stage in self.stages]), self.rank)
         # The size of some memory grows with the number of layers, so it is rounded at the end.
         few = simulate_rank(self._with({}), self.rank)
         if self._left_out():
