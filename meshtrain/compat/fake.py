@@ -209,23 +209,6 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on fake tensors.
-
-    Why: the products of stacked matrices work in every number format on the CPU, but their fake
-    version refuses all but bfloat16. A query for the device, which most calls are, is answered here
-    because the mode of fake tensors takes long.
-    Holds: torch 2.11 to 2.13.
-    """
-    if func is torch.ops.prim.device.default:
-        # Autograd asks so for the device of every gradient.
-        return args[0].fake_device
-    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    first, second, *rest = args
-    return func(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
-
-
 def name_of(func: Any) -> tuple[str, str]:
     """Return the namespace and the name of an operator, without its overload.
 

@@ -22,10 +22,10 @@ from meshtrain.compat.fake import (
     flops_of,
     group_name_of,
     name_of,
-    run_fake,
     storage_key,
     tensors_of,
 )
+from meshtrain.compat.fake_operators import FakeOperators
 from meshtrain.compat.operators import ITEMS
 
 START = "start"
@@ -130,7 +130,7 @@ class Recorder(OperatorMode):
         self.actions: list[Action] = [Action(START, None, None, None, 0)]
         self.roles: dict[int, Role] = {}
         self._axes, self._answers, self._granularity = axes, answers, granularity
-        self._hidden = 0
+        self._hidden, self._run_fake = 0, FakeOperators()
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
@@ -180,7 +180,7 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         if self._answers and func in ITEMS:
             return _zero(args[0].dtype)
-        result = run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
+        result = self._run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
         if func.namespace not in QUERIES:
             self._record(func, args, kwargs, result)
         return result
