@@ -5,6 +5,7 @@ import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from multiprocessing import current_process
 
 import torch.distributed as dist
 
@@ -25,6 +26,8 @@ from meshtrain.runtime.ranks import RankError, run_on_ranks
 # the last alone differ from the others.
 FEWEST, FEWEST_ALONE = 6, 3
 SECONDS = 3600.0
+# Number of forward passes of layers that take about as long as the start of other processes.
+MOST_HERE = 200
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,10 @@ def _with_microbatches(run: SimulatedRun, number: int) -> SimulatedRun:
 
 
 def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
-    """Simulate some processes, on all cores of this machine."""
-    if len(tasks) == 1 and not dist.is_initialized():
-        return [tasks[0].simulate()]
+    """Simulate some processes: here, or on all cores of this machine if that is worth their start."""
+    may_start = not current_process().daemon and len(tasks) > 1
+    if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
+        return [task.simulate() for task in tasks]
     workers = min(len(tasks), num_cores())
     try:
         answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)

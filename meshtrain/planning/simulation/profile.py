@@ -38,6 +38,10 @@ class ActionProfile:
     roles: np.ndarray
     work: tuple[Counter[Work] | Work, ...]
 
+    def of_pass(self, stage: int, microbatch: int) -> "ActionProfile":
+        """Return the same action in a pass of another microbatch."""
+        return ActionProfile(self.phase, stage, microbatch, self.place, self.changes, self.roles, self.work)
+
     def with_change(self, num_bytes: int, role: Role) -> "ActionProfile":
         """Return the action with one more change at its end."""
         return replace(
@@ -94,7 +98,7 @@ class RankProfile:
         extra = self._left_by_middle(known) if number > self.num_microbatches else 0
         for index, (phase, stage, microbatch) in enumerate(passes):
             like = self._like(microbatch, number)
-            found = [replace(it, stage=stage, microbatch=microbatch) for it in known[Pass(phase, stages[stage], like)]]
+            found = [it.of_pass(stage, microbatch) for it in known[Pass(phase, stages[stage], like)]]
             is_middle = like == self.num_microbatches // 2
             if extra and is_middle and last[microbatch] == index:
                 found[-1] = found[-1].with_change(-extra, Role.MESSAGES)

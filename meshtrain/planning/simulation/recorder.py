@@ -21,6 +21,7 @@ from meshtrain.compat.fake import (
     WAITS,
     flops_of,
     group_name_of,
+    is_on_meta,
     name_of,
     storage_key,
     tensors_of,
@@ -187,8 +188,8 @@ class Recorder(OperatorMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
-        on_device = [tensor for tensor in results if not tensor.is_meta]
-        if (results and not on_device) or (not results and any(tensor.is_meta for tensor in given)):
+        on_device = [tensor for tensor in results if not is_on_meta(tensor)]
+        if (results and not on_device) or (not results and any(map(is_on_meta, given))):
             # Only shapes are computed, such as those of the messages between stages.
             return
         for tensor in on_device:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.expansion import with_all_layers
 from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.simulation.outline import StageOutline, with_layers
@@ -25,6 +26,11 @@ class Task:
     run: SimulatedRun
     stages: tuple[StageOutline, ...]
     held: tuple[int, ...]
+
+    @property
+    def num_layer_passes(self) -> int:
+        """Return how many forward passes through single layers are simulated."""
+        return num_microbatches(self.run.plan, self.run.batch) * sum(len(self.stages[it].kept) for it in self.held)
 
     def simulate(self) -> RankProfile:
         """Return what the process does in a step.
