@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -204,6 +205,15 @@ def votes_skipped() -> Iterator[None]:
             setattr(PipelineStage, name, original)
 
 
+def is_on_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device.
+
+    Why: a fake tensor answers the public question with an operator, and the class is private.
+    Holds: torch 2.11 to 2.13.
+    """
+    return not isinstance(tensor, FakeTensor) and tensor.is_meta
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage as long as it exists.
 
@@ -211,23 +221,6 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     Holds: torch 2.11 to 2.13.
     """
     return storage._cdata
-
-
-def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on fake tensors.
-
-    Why: the products of stacked matrices work in every number format on the CPU, but their fake
-    version refuses all but bfloat16. A query for the device, which most calls are, is answered here
-    because the mode of fake tensors takes long.
-    Holds: torch 2.11 to 2.13.
-    """
-    if func is torch.ops.prim.device.default:
-        # Autograd asks so for the device of every gradient.
-        return args[0].fake_device
-    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    first, second, *rest = args
-    return func(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
 
 
 def name_of(func: Any) -> tuple[str, str]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import HEAD, START, Place, Role
+from meshtrain.planning.simulation.recorder import HEAD, Place, Role
 
 # With `shard.offload = "cpu"` they are in host memory.
 OFFLOADED = (Role.PARAMETERS, Role.OPTIMIZER, Role.GRADIENTS)
@@ -85,19 +86,53 @@ def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
         offloads: whether parameters, gradients and optimizer state are in host memory.
     """
     away = held_elsewhere(offloads=offloads)
-    level = np.zeros(len(ROLES), dtype=np.int64)
-    peak, host, gradients = -1, 0, 0
-    at_peak, moment = level, Moment(START, None, None, None)
+    gradients_at = ROLES.index(Role.GRADIENTS)
+    # The passes of most microbatches have the same changes.
+    known: dict[tuple[int, int], _Changes] = {}
+    changes = []
     for action in profile.actions:
-        here = np.where(away[action.roles], 0, action.changes)
-        rises = int(level[~away].sum()) + here.cumsum()
-        if len(rises) and rises.max() > peak:
-            index = int(rises.argmax())
-            peak = int(rises[index])
-            at_peak = level + action.by_role(index + 1)
-            moment = moment_of(action)
-        level = level + action.by_role()
-        host = max(host, int(level[away].sum()))
-        gradients = max(gradients, int(level[ROLES.index(Role.GRADIENTS)]))
+        key = id(action.changes), id(action.roles)
+        if key not in known:
+            known[key] = _changes_of(action, away)
+        changes.append(known[key])
+    level, peak, at = 0, -1, 0
+    on_host, host, gradients, most_gradients = 0, 0, 0, 0
+    for index, it in enumerate(changes):
+        if it.highest is not None and level + it.highest > peak:
+            peak, at = level + it.highest, index
+        level += it.on_device
+        on_host += it.on_host
+        gradients += it.by_role[gradients_at]
+        host, most_gradients = max(host, on_host), max(most_gradients, gradients)
+    before = sum((np.array(it.by_role) for it in changes[:at]), np.zeros(len(ROLES), dtype=np.int64))
+    highest = profile.actions[at]
+    at_peak = before + highest.by_role(changes[at].end)
+    moment = moment_of(highest)
     held = {role: int(size) for role, size, is_away in zip(ROLES, at_peak, away, strict=True) if size and not is_away}
-    return MemoryUse(peak, held, moment, gradients, host)
+    return MemoryUse(peak, held, moment, most_gradients, host)
+
+
+class _Changes(NamedTuple):
+    """What an action changes.
+
+    Attributes:
+        highest: the most that its device holds during it, more than before; None without a change.
+        end: number of changes until then.
+        on_device: growth on the device.
+        on_host: growth in host memory.
+        by_role: growth of each role.
+    """
+
+    highest: int | None
+    end: int
+    on_device: int
+    on_host: int
+    by_role: tuple[int, ...]
+
+
+def _changes_of(action: ActionProfile, away: np.ndarray) -> _Changes:
+    rises = np.where(away[action.roles], 0, action.changes).cumsum()
+    end = int(rises.argmax()) if len(rises) else 0
+    by_role = action.by_role()
+    highest = int(rises[end]) if len(rises) else None
+    return _Changes(highest, end + 1, int(by_role[~away].sum()), int(by_role[away].sum()), tuple(by_role.tolist()))

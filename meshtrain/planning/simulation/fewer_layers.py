@@ -43,24 +43,25 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
     model.set_submodule(name, nn.ModuleList(layers[index] for index in kept))
 
 
-def check_stream(trace: Trace) -> None:
-    """Check that the layers of a model pass on the result of the one before, and nothing else.
+def stream_problem(trace: Trace) -> str | None:
+    """Return what the layers of a model exchange besides the result of the one before.
 
     Args:
         trace: of its forward pass.
 
-    Raises:
-        LayersNeededError: if they exchange more.
+    Returns:
+        The problem in words, or None.
     """
     layers = [call.layer for call in trace.calls if call.layer is not None]
-    if layers != sorted({*layers}):
-        raise LayersNeededError("it calls a layer more than once, or not in order")
+    if not layers or layers != sorted({*layers}):
+        return "it calls a layer more than once, or not in order"
     for call in trace.calls:
         is_between = call.layer is None and layers[0] <= call.after < layers[-1]
         before = layers[-1] if call.layer is None else call.layer - 1
         if is_between or call.written or not _sources(trace, call) <= {None, before}:
             what = "the logits are" if call.name == OUTPUT else f"{call.name} is"
-            raise LayersNeededError(f"{what} computed from more than the result of one layer")
+            return f"{what} computed from more than the result of one layer"
+    return None
 
 
 def _sources(trace: Trace, call: Call) -> set[int | None]:

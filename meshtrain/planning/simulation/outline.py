@@ -14,10 +14,12 @@ from meshtrain.config.plan import TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import unfuse
+from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.kinds import kinds_of
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.cut.stage import find_borders
-from meshtrain.planning.simulation.fewer_layers import LayersNeededError, check_stream, keep_layers
+from meshtrain.parallel.cut.trace import Trace
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
 from meshtrain.planning.simulation.layers import fewest_layers, likes
 from meshtrain.planning.simulation.rank import SimulatedRun, build_run_model
 
@@ -55,8 +57,21 @@ class StageOutline:
         return self.parameters[layer - self.layers[0]]
 
 
-def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]:
-    """Return the outlines of all stages.
+@dataclass(frozen=True)
+class Outline:
+    """What a run consists of.
+
+    Attributes:
+        stages: of the pipeline.
+        is_stream: whether a stage gets from others only what each layer passes on to the next.
+    """
+
+    stages: tuple[StageOutline, ...]
+    is_stream: bool
+
+
+def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
+    """Return the outline of a run.
 
     Args:
         run: whose plan is resolved.
@@ -75,8 +90,8 @@ def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]
         layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers]))
         for layers in stages
     ]
-    borders = _borders(model, run, stages, kept)
-    return [
+    borders, is_stream = _borders(model, run, stages, kept)
+    outlines = tuple(
         StageOutline(
             layers,
             few,
@@ -85,7 +100,8 @@ def outline_stages(run: SimulatedRun, *, all_layers: bool) -> list[StageOutline]
             (*border, *(kinds[it] for it in layers)),
         )
         for layers, few, border in zip(stages, kept, borders, strict=True)
-    ]
+    )
+    return Outline(outlines, is_stream)
 
 
 def with_layers(run: SimulatedRun, stages: Sequence[Sequence[int]]) -> SimulatedRun:
@@ -140,11 +156,14 @@ def _parameters(layer: nn.Module) -> Hashable:
 
 def _borders(
     model: PreTrainedModel, run: SimulatedRun, stages: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
-) -> list[tuple[Hashable, ...]]:
-    """Return what each stage has besides its layers. The model is changed."""
+) -> tuple[list[tuple[Hashable, ...]], bool]:
+    """Return what each stage has besides its layers, and whether these are a stream.
+
+    The model is changed.
+    """
     leaves_out = [*stages] != [*kept]
     if len(stages) == 1 and not leaves_out:
-        return [()]
+        return [()], False
     keep_layers(model, [layer for layers in kept for layer in layers])
     unfuse(model, run.plan.tensor.fused)
     try:
@@ -155,15 +174,16 @@ def _borders(
         if leaves_out:
             raise LayersNeededError(f"its passes are not known: {error}") from error
         raise
-    if leaves_out:
-        check_stream(structure.trace)
-    calls = structure.trace.calls
-    return [
-        (
-            index == 0,
-            index == len(stages) - 1,
-            len(route.received),
-            *(calls[number].name for number in sorted(route.own) if calls[number].layer is None),
-        )
+    problem = stream_problem(structure.trace)
+    if leaves_out and problem is not None:
+        raise LayersNeededError(problem)
+    borders = [
+        (index == 0, index == len(stages) - 1, len(route.received), *_own_parts(structure.trace, route))
         for index, route in enumerate(routes)
     ]
+    return borders, problem is None
+
+
+def _own_parts(trace: Trace, route: StageRoutes) -> list[str]:
+    """Return the names of the parts of a stage besides its layers."""
+    return [trace.calls[number].name for number in sorted(route.own) if trace.calls[number].layer is None]

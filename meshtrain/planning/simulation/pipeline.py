@@ -1,12 +1,11 @@
 """Simulate every process of a run that differs from the others."""
 
 import math
-import multiprocessing
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from multiprocessing import current_process
 
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.outline import StageOutline, outline_stages
+from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.simulation.task import Task
@@ -27,8 +26,8 @@ from meshtrain.runtime.ranks import RankError, program_hidden, run_on_ranks
 # the last alone differ from the others.
 FEWEST, FEWEST_ALONE = 6, 3
 SECONDS = 3600.0
-# More processes import torch and transformers first, which takes about as long.
-START_SECONDS = 8.0
+# Number of forward passes of layers that take about as long as the start of other processes.
+MOST_HERE = 200
 
 
 @dataclass(frozen=True)
@@ -52,36 +51,75 @@ def simulate(run: SimulatedRun) -> Simulation:
     of that simulation, in the order of their schedule.
     """
     try:
-        return _simulate(run, outline_stages(run, all_layers=False))
+        return _simulate(run, outline_of(run, all_layers=False))
     except LayersNeededError:
-        return _simulate(run, outline_stages(run, all_layers=True))
+        return _simulate(run, outline_of(run, all_layers=True))
 
 
-def _simulate(run: SimulatedRun, stages: Sequence[StageOutline]) -> Simulation:
-    plan = run.plan
+def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
+    plan, stages = run.plan, outline.stages
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     number = num_microbatches(plan, run.batch)
-    short = min(number, _fewest_microbatches(run, len(owners)))
-    orders, short_orders = (_orders(run, owners, some) for some in (number, short))
-    held = [tuple(stage for stage, owner in enumerate(owners) if owner == rank) for rank in range(plan.mesh.pp)]
-    alike: dict[tuple[object, ...], int] = {}
-    for rank, indices in enumerate(held):
-        # The last of them, which has the fewest microbatches at once.
-        alike[tuple(stages[stage].kind for stage in indices)] = rank
-    chosen = sorted(alike.values())
-    width = plan.mesh.world_size // plan.mesh.pp
-    tasks = [Task(rank * width, _shortened(run, short), tuple(stages), held[rank]) for rank in chosen]
-    simulated = dict(zip(chosen, _simulate_all(tasks), strict=True))
-    for rank, profile in simulated.items():
-        if profile.passes() != short_orders[rank]:
-            raise RuntimeError(f"torch runs {profile.passes()} on pp rank {rank}, and not {short_orders[rank]}")
+    held = _stages_of_ranks(owners)
+    kinds = [_rank_kind(stages, indices) for indices in held]
+    # The last of them, which has the fewest microbatches at once.
+    alike = {kind: rank for rank, kind in enumerate(kinds)}
+    simulated = _simulate_ranks(run, outline, sorted(alike.values()), held)
     profiles = []
-    for rank, indices in enumerate(held):
-        like = alike[tuple(stages[stage].kind for stage in indices)]
-        mapping = dict(zip(indices, held[like], strict=True))
-        profiles.append(simulated[like].with_passes(number, orders[rank], mapping))
+    for kind, indices, order in zip(kinds, held, _orders(run, owners, number), strict=True):
+        profile, simulated_as = simulated[alike[kind]]
+        profiles.append(profile.with_passes(number, order, dict(zip(indices, simulated_as, strict=True))))
     firsts = accumulate((len(stage.layers) for stage in stages[:-1]), initial=0)
     return Simulation(tuple(profiles), tuple(firsts))
+
+
+def _rank_kind(stages: Sequence[StageOutline], held: Sequence[int]) -> tuple[Hashable, ...]:
+    """Return a value that is equal for pp ranks that compute and send the same."""
+    return tuple((stages[stage].kind, stage + 1 in held) for stage in held)
+
+
+def _simulate_ranks(
+    run: SimulatedRun, outline: Outline, chosen: Sequence[int], held: Sequence[tuple[int, ...]]
+) -> dict[int, tuple[RankProfile, tuple[int, ...]]]:
+    """Simulate some pp ranks, in a shorter pipeline if that is possible.
+
+    Returns:
+        pp rank -> its profile, with a few microbatches, and the numbers that its stages have in it.
+    """
+    short, stages, ranks = run, outline.stages, list(chosen)
+    if outline.is_stream and len(chosen) < len(held):
+        kept = sorted(stage for rank in chosen for stage in held[rank])
+        some = [outline.stages[stage] for stage in kept]
+        if _keeps_patterns(run, some) and _is_like(run, chosen, kept, held):
+            mesh = run.plan.mesh.model_copy(update={"pp": len(chosen)})
+            short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh}))
+            stages, ranks = tuple(some), list(range(len(chosen)))
+    owners = stage_owners(short.plan.pipeline, short.plan.mesh.pp)
+    number = min(num_microbatches(run.plan, run.batch), _fewest_microbatches(short, len(owners)))
+    orders, own = _orders(short, owners, number), _stages_of_ranks(owners)
+    width = short.plan.mesh.world_size // short.plan.mesh.pp
+    tasks = [Task(rank * width, _with_microbatches(short, number), stages, own[rank]) for rank in ranks]
+    found = _simulate_all(tasks)
+    for rank, profile in zip(ranks, found, strict=True):
+        if profile.passes() != orders[rank]:
+            raise RuntimeError(f"torch runs {profile.passes()} on pp rank {rank}, and not {orders[rank]}")
+    return {rank: (profile, own[short_rank]) for rank, profile, short_rank in zip(chosen, found, ranks, strict=True)}
+
+
+def _stages_of_ranks(owners: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(s for s, owner in enumerate(owners) if owner == rank) for rank in range(max(owners) + 1)]
+
+
+def _is_like(run: SimulatedRun, chosen: Sequence[int], kept: Sequence[int], held: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a pipeline of the chosen ranks alone would give them the same stages."""
+    own = _stages_of_ranks(stage_owners(run.plan.pipeline, len(chosen)))
+    return [tuple(kept[stage] for stage in stages) for stages in own] == [held[rank] for rank in chosen]
+
+
+def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
+    """Return whether the same layers recompute if only some stages exist."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    return all((layer - position) % run.plan.recompute.every == 0 for position, layer in enumerate(layers))
 
 
 def _orders(run: SimulatedRun, owners: list[int], number: int) -> list[list[Pass]]:
@@ -98,39 +136,22 @@ def _fewest_microbatches(run: SimulatedRun, num_stages: int) -> int:
         return num_microbatches(run.plan, run.batch)
     if num_stages == 1:
         return FEWEST_ALONE
-    unit = num_stages if schedule.microbatches == "one per stage" else run.plan.mesh.pp
+    if schedule.microbatches == "one per stage":
+        return max(num_stages, FEWEST)
+    unit = run.plan.mesh.pp if schedule.microbatches == "equal rounds" else 1
     return unit * math.ceil(FEWEST / unit)
 
 
-def _shortened(run: SimulatedRun, number: int) -> SimulatedRun:
+def _with_microbatches(run: SimulatedRun, number: int) -> SimulatedRun:
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
     return replace(run, batch=replace(run.batch, global_batch_size=size))
 
 
 def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
-    """Simulate some processes."""
-    found = {} if dist.is_initialized() else _simulate_here(tasks)
-    if left := [task for task in tasks if task.rank not in found]:
-        found |= _simulate_on_cores(left)
-    return [found[task.rank] for task in tasks]
-
-
-def _simulate_here(tasks: Sequence[Task]) -> dict[int, RankProfile]:
-    """Simulate some processes one after the other, as long as more would not be faster."""
-    # A daemonic process may not start others.
-    must_work_alone = multiprocessing.current_process().daemon
-    found: dict[int, RankProfile] = {}
-    for task in tasks:
-        begin = time.monotonic()
-        found[task.rank] = task.simulate()
-        seconds_left = (time.monotonic() - begin) * (len(tasks) - len(found))
-        if seconds_left > START_SECONDS and not must_work_alone:
-            break
-    return found
-
-
-def _simulate_on_cores(tasks: Sequence[Task]) -> dict[int, RankProfile]:
-    """Simulate some processes on all cores of this machine."""
+    """Simulate some processes: here, or on all cores of this machine if there is much to do."""
+    may_start = not current_process().daemon and len(tasks) > 1
+    if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
+        return [task.simulate() for task in tasks]
     workers = min(len(tasks), num_cores())
     try:
         with program_hidden():
@@ -138,8 +159,9 @@ def _simulate_on_cores(tasks: Sequence[Task]) -> dict[int, RankProfile]:
     except RankError as error:
         if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None
-        raise
-    return {rank: profile for answer in answers for rank, profile in answer}
+        raise error from None
+    found = {rank: profile for answer in answers for rank, profile in answer}
+    return [found[task.rank] for task in tasks]
 
 
 def _simulate_share(tasks: Sequence[Task]) -> list[tuple[int, RankProfile]]:

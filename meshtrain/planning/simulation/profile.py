@@ -38,6 +38,12 @@ class ActionProfile:
     roles: np.ndarray
     work: tuple[Counter[Work] | Work, ...]
 
+    def of_pass(self, stage: int, microbatch: int) -> "ActionProfile":
+        """Return the same action for another stage and microbatch."""
+        # A reduction belongs to no microbatch.
+        number = None if self.microbatch is None else microbatch
+        return ActionProfile(self.phase, stage, number, self.place, self.changes, self.roles, self.work)
+
     def with_change(self, num_bytes: int, role: Role) -> "ActionProfile":
         """Return the action with one more change at its end."""
         return replace(
@@ -45,10 +51,6 @@ class ActionProfile:
             changes=np.append(self.changes, num_bytes),
             roles=np.append(self.roles, ROLES.index(role)),
         )
-
-    def moved(self, stage: int, microbatch: int) -> "ActionProfile":
-        """Return the action for another stage and microbatch."""
-        return replace(self, stage=stage, microbatch=None if self.microbatch is None else microbatch)
 
     def rounded(self, granularity: int) -> "ActionProfile":
         """Return the same with all memory in whole pieces of the allocator."""
@@ -98,7 +100,7 @@ class RankProfile:
         extra = self._left_by_middle(known) if number > self.num_microbatches else 0
         for index, (phase, stage, microbatch) in enumerate(passes):
             like = self._like(microbatch, number)
-            found = [it.moved(stage, microbatch) for it in known[Pass(phase, stages[stage], like)]]
+            found = [it.of_pass(stage, microbatch) for it in known[Pass(phase, stages[stage], like)]]
             is_middle = like == self.num_microbatches // 2
             if extra and is_middle and last[microbatch] == index:
                 found[-1] = found[-1].with_change(-extra, Role.MESSAGES)

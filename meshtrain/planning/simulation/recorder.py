@@ -21,11 +21,12 @@ from meshtrain.compat.fake import (
     WAITS,
     flops_of,
     group_name_of,
+    is_on_meta,
     name_of,
-    run_fake,
     storage_key,
     tensors_of,
 )
+from meshtrain.compat.fake_operators import FakeOperators
 from meshtrain.compat.operators import ITEMS
 
 START = "start"
@@ -130,7 +131,7 @@ class Recorder(OperatorMode):
         self.actions: list[Action] = [Action(START, None, None, None, 0)]
         self.roles: dict[int, Role] = {}
         self._axes, self._answers, self._granularity = axes, answers, granularity
-        self._hidden = 0
+        self._hidden, self._run_fake = 0, FakeOperators()
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
@@ -180,15 +181,15 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         if self._answers and func in ITEMS:
             return _zero(args[0].dtype)
-        result = run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
+        result = self._run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
         if func.namespace not in QUERIES:
             self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
-        on_device = [tensor for tensor in results if not tensor.is_meta]
-        if (results and not on_device) or (not results and any(tensor.is_meta for tensor in given)):
+        on_device = [tensor for tensor in results if not is_on_meta(tensor)]
+        if (results and not on_device) or (not results and any(map(is_on_meta, given))):
             # Only shapes are computed, such as those of the messages between stages.
             return
         for tensor in on_device:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.expansion import with_all_layers
 from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.simulation.outline import StageOutline, with_layers
@@ -16,8 +17,8 @@ class Task:
 
     Attributes:
         rank: of the process.
-        run: with all layers.
-        stages: of the run.
+        run: whose plan is for these stages.
+        stages: of the pipeline, which may be some of those of the model.
         held: indices of the stages of the process.
     """
 
@@ -26,6 +27,11 @@ class Task:
     stages: tuple[StageOutline, ...]
     held: tuple[int, ...]
 
+    @property
+    def num_layer_passes(self) -> int:
+        """Return how many forward passes through single layers are simulated."""
+        return num_microbatches(self.run.plan, self.run.batch) * sum(len(self.stages[it].kept) for it in self.held)
+
     def simulate(self) -> RankProfile:
         """Return what the process does in a step.
 
@@ -33,7 +39,7 @@ class Task:
             LayersNeededError: if it is not known what a single layer does.
         """
         if not any(stage.left_out for stage in self.stages):
-            return simulate_rank(self.run, self.rank)
+            return simulate_rank(with_layers(self.run, [stage.layers for stage in self.stages]), self.rank)
         # The size of some memory grows with the number of layers, so it is rounded at the end.
         few = simulate_rank(self._with({}), self.rank)
         if self._left_out():

@@ -1,0 +1,149 @@
+"""Run operators on fake tensors faster than torch's mode does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+# The classes of arguments that are compared by their values.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_Make = Callable[[Any], Any]
+
+
+class FakeOperators:
+    """Runs operators on fake tensors, and keeps what their results look like.
+
+    Why: the mode of fake tensors has a cache too, but takes several times as long to find a result
+    there. A step has thousands of operators, and the same ones in each layer.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Make | None] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator."""
+        if func is torch.ops.prim.device.default:
+            # Autograd asks so for the device of every gradient.
+            return args[0].fake_device
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(func, args, kwargs)
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if key not in self._known:
+            result = func(*args, **kwargs)
+            self._known[key] = _maker(func, args, result)
+            return result
+        make = self._known[key]
+        if make is None:
+            return func(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            return make(args)
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the product of stacked matrices.
+
+    It works in every number format on the CPU, but its fake version refuses all but bfloat16.
+    """
+    first, second, *rest = args
+    if first.dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    return func(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what decides how the result of an operator looks, or None if that is not known."""
+    if func.namespace != "aten" or not args:
+        return None
+    found: list[Any] = [func]
+    if not _describe(args, found):
+        return None
+    for name, value in kwargs.items():
+        found.append(name)
+        if not _describe((value,), found):
+            return None
+    return tuple(found)
+
+
+def _describe(values: Any, found: list[Any]) -> bool:
+    """Append what is known of some arguments, and return whether that is all."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None:
+                return False
+            found += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        elif kind is list or kind is tuple:
+            found.append(len(value))
+            if not _describe(value, found):
+                return False
+        elif kind in _PLAIN:
+            # True, 1 and 1.0 are equal.
+            found += (kind, value)
+        else:
+            return False
+    return True
+
+
+def _maker(func: Any, args: Any, result: Any) -> _Make | None:
+    """Return what makes the same result again from like arguments, or None if nothing can."""
+    first = args[0]
+    if result is first and type(first) is FakeTensor:
+        return lambda args: args[0]
+    results = result if isinstance(result, tuple | list) else (result,)
+    if func._schema.is_mutable or not all(map(_is_simple, results)):
+        return None
+    storages = [it.untyped_storage()._cdata for it in results]
+    given = {it.untyped_storage()._cdata for it in _tensors(args)}
+    if type(first) is FakeTensor and storages == [first.untyped_storage()._cdata]:
+        return _view_maker(results[0])
+    if given.isdisjoint(storages) and len({*storages}) == len(storages) and all(map(_fills_storage, results)):
+        makers = [_new_maker(it) for it in results]
+        if isinstance(result, FakeTensor):
+            return makers[0]
+        kind = type(result)
+        return lambda args: kind(make(args) for make in makers)
+    return None
+
+
+def _is_simple(value: Any) -> bool:
+    if type(value) is not FakeTensor or value.constant is not None:
+        return False
+    return not (value.requires_grad or value.is_conj() or value.is_neg() or value.layout != torch.strided)
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    size = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    num_bytes = size * tensor.element_size() if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes
+
+
+def _view_maker(like: FakeTensor) -> _Make:
+    shape, stride, offset, dtype = like.shape, like.stride(), like.storage_offset(), like.dtype
+    mode, device = like.fake_mode, like.fake_device
+
+    def make(args: Any) -> Any:
+        element = torch.empty(0, dtype=dtype, device="meta")
+        element.set_(args[0].untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, element, device)
+
+    return make
+
+
+def _new_maker(like: FakeTensor) -> _Make:
+    shape, stride, dtype, mode, device = like.shape, like.stride(), like.dtype, like.fake_mode, like.fake_device
+    return lambda args: FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
