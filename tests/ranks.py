@@ -10,7 +10,8 @@ from typing import Any
 
 import meshtrain
 from meshtrain.runtime import ranks
-from meshtrain.runtime.ranks import RankError, preload
+from meshtrain.runtime.fork_server import preload
+from meshtrain.runtime.ranks import RankError
 
 __all__ = ["RankError", "run_on_ranks"]
 

@@ -229,6 +229,10 @@ def search(
 
     check_writable("--out", out)
     config = load_run(run, overrides or ())
+    from meshtrain.runtime.fork_server import start
+
+    # While this process imports torch, too.
+    start(["meshtrain.planning.search.ranking"])
     from meshtrain.planning.search.command import search as search_plans
 
     pinned = {line.partition("=")[0].strip() for line in overrides or ()}

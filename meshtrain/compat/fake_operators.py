@@ -100,7 +100,8 @@ def _maker(func: Any, args: Any, result: Any) -> _Make | None:
     storages = [it.untyped_storage()._cdata for it in results]
     given = {it.untyped_storage()._cdata for it in _tensors(args)}
     if type(first) is FakeTensor and storages == [first.untyped_storage()._cdata]:
-        return _view_maker(results[0])
+        # A split into one part returns a list of it.
+        return _view_maker(result) if isinstance(result, FakeTensor) else None
     if given.isdisjoint(storages) and len({*storages}) == len(storages) and all(map(_fills_storage, results)):
         makers = [_new_maker(it) for it in results]
         if isinstance(result, FakeTensor):

@@ -6,13 +6,12 @@ nothing leaks from one call to the next.
 """
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
@@ -22,24 +21,9 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.runtime.failure import has_echo
+from meshtrain.runtime.fork_server import CONTEXT
 from meshtrain.runtime.lifetime import die_with_parent
 from meshtrain.runtime.signals import report_crashes
-
-PRELOAD = (
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.auto.modeling_auto",
-)
-
-_context = multiprocessing.get_context("forkserver")
-
-
-def preload(modules: Iterable[str]) -> None:
-    """Make the fork server import these modules too. Call it before the first ranks are started."""
-    _context.set_forkserver_preload([*PRELOAD, *modules])
 
 
 @contextmanager
@@ -128,8 +112,8 @@ def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args
     world_size = len(environments)
     pipes, processes = [], []
     for environment in environments:
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run_rank, args=(environment, joins, sender, fn, args), daemon=True)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_run_rank, args=(environment, joins, sender, fn, args), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)

@@ -17,7 +17,8 @@ from transformers.utils import logging
 from meshtrain import console
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import ModelError, TrainingStopped, UserError
-from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
+from meshtrain.runtime.fork_server import preload
+from meshtrain.runtime.ranks import RankError, run_on_ranks
 from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import TOLERANCE, Finding, are_watched, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan

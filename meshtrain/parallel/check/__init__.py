@@ -47,8 +47,8 @@ def resolve_plan(
         model: the stock model on the meta device; it is not changed.
         batch: shape of the batches.
         world_size: number of processes.
-        known_tensor: the tensor rules of a resolved plan with the same `tensor`, `tp` and
-            recomputation. They are not derived and checked again, which takes longest.
+        known_tensor: the tensor rules of a resolved plan with the same `tensor` and `tp`. They are
+            not derived and checked again, which takes longest.
 
     Raises:
         PlanError: with every contradiction that can be found.

@@ -1,34 +1,31 @@
 """The plans that people usually take, and why another one is faster."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.names import gib
 from meshtrain.planning.search.candidates import Candidate
-from meshtrain.planning.search.estimate import Estimator
+from meshtrain.planning.search.estimate import Estimate
 from meshtrain.planning.search.ranking import Found
 
 
-def usual_plans(
-    candidates: Sequence[Candidate], estimator: Estimator, limit_bytes: float, on_host: int
-) -> dict[str, Candidate]:
+def usual_plans(estimates: Mapping[Candidate, Estimate], limit_bytes: float, on_host: int) -> dict[str, Candidate]:
     """Return name -> the best candidate of each usual kind; one that fits if there is one.
 
     Args:
-        candidates: all of them.
-        estimator: of their memory and seconds.
+        estimates: of all candidates.
         limit_bytes: of a process.
         on_host: number of processes on a host.
     """
     found = {}
     for name, belongs in _usual_kinds(on_host).items():
-        estimates = [(it, estimator.estimate(it)) for it in candidates if belongs(it) and estimator.knows(it)]
-        fitting = [(it, estimate) for it, estimate in estimates if estimate.peak_bytes <= limit_bytes]
+        ours = {it: estimate for it, estimate in estimates.items() if belongs(it)}
+        fitting = {it: estimate for it, estimate in ours.items() if estimate.peak_bytes <= limit_bytes}
         if fitting:
-            found[name] = min(fitting, key=lambda pair: pair[1].seconds)[0]
-        elif estimates:
-            found[name] = min(estimates, key=lambda pair: pair[1].peak_bytes)[0]
+            found[name] = min(fitting, key=lambda it: fitting[it].seconds)
+        elif ours:
+            found[name] = min(ours, key=lambda it: ours[it].peak_bytes)
     return found
 
 

@@ -1,5 +1,6 @@
 """Search the plan that trains a run fastest on some GPUs, and write it."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,10 @@ from meshtrain.planning.search.ranking import (
 )
 from meshtrain.training.resolve import resolve_run
 
+# How long simulations may begin after the start, for few processes and for many.
+SECONDS, MANY_SECONDS, FEW_PROCESSES = 20.0, 100.0, 64
+# Candidates that are simulated before the usual plans.
+FIRST = 6
 # Settings of a plan that a search sets. Those for one process fit every model.
 _ALONE = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
@@ -47,21 +52,34 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     Raises:
         UserError: for a contradiction, a machine that is not known, or if nothing fits.
     """
+    begun = time.monotonic()
     machine = find_machine(gpu, world_size)
     wanted = Wanted(config, resolve_run(_alone(config), 1), machine, world_size)
     found = _candidates(wanted, pinned)
     estimator = build_estimator(wanted, kinds_of(found))
     limit = machine.memory_bytes / (1 + machine.config.fragmentation)
-    best = promising(found, estimator, limit)
-    usual = usual_plans(found, estimator, limit, _on_host(machine))
-    chosen = list(dict.fromkeys([*best, *usual.values()]))
-    console.line(f"Of {len(found):,} plans for {world_size} {gpu}, the {len(chosen)} most promising are simulated")
-    simulated = simulate_all(wanted, chosen)
+    estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
+    if not estimates:
+        # The model refuses all of them alike.
+        wanted.of_layers(*found[0].kind)
+    best = promising(estimates, limit)
+    usual = usual_plans(estimates, limit, _on_host(machine))
+    chosen = list(dict.fromkeys([*best[:FIRST], *usual.values(), *best[FIRST:]]))
+    deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
+    simulated = simulate_all(wanted, chosen, deadline)
+    console.line(
+        f"Of {len(found):,} plans for {world_size} {gpu}, the {len(simulated)} most promising were simulated in "
+        f"{time.monotonic() - begun:.0f} s"
+    )
+    if not simulated:
+        # All of them contradict the run alike.
+        wanted.resolved(chosen[0])
     fitting = [it for it in simulated if it.fits]
     if not fitting:
         _refuse(wanted, simulated)
     _show(fitting[:top], machine)
-    _show_losers(wanted, other_kinds(usual, fitting[0].candidate, _on_host(machine)), simulated, fitting[0])
+    others = other_kinds(usual, fitting[0].candidate, _on_host(machine))
+    _show_losers(wanted, others, simulated, fitting[0], deadline)
     _write(wanted, fitting[0], out)
 
 
@@ -104,10 +122,6 @@ def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> None:
     Raises:
         PlanError: always.
     """
-    if not simulated:
-        # Every plan contradicts the model or the batches, as `meshtrain check` says.
-        resolve_run(wanted.config, wanted.world_size)
-        raise PlanError("none of the plans can train this run", "see `meshtrain check`")
     least = min(simulated, key=lambda it: it.use.peak_bytes)
     lacking = wanted.machine.with_fragmentation(least.use.peak_bytes) - wanted.machine.memory_bytes
     raise PlanError(
@@ -134,11 +148,14 @@ def _show(found: Sequence[Found], machine: Machine) -> None:
     console.table(f"The fastest plans that fit {machine.name} ({gib(machine.memory_bytes)} GiB)", columns, rows)
 
 
-def _show_losers(wanted: Wanted, usual: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found) -> None:
+def _show_losers(
+    wanted: Wanted, usual: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found, deadline: float
+) -> None:
     """Print why the usual plans, and the winner with another setting, are not first."""
     others = dict(variants(winner.candidate))
     known = {it.candidate: it for it in simulated}
-    known |= {it.candidate: it for it in simulate_all(wanted, [it for it in others.values() if it not in known])}
+    missing = [it for it in others.values() if it not in known]
+    known |= {it.candidate: it for it in simulate_all(wanted, missing, deadline)}
     rows = [
         (name, it.described(), reason(known[it], winner, wanted.machine))
         for name, it in {**usual, **others}.items()

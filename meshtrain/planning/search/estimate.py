@@ -23,6 +23,8 @@ from meshtrain.planning.speed.rates import GB, Rates
 
 # More microbatches hold no more activations.
 ROUNDS = 4
+# Between its two parts, a backward pass keeps gradients too.
+SPLIT = 1.3
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Estimator:
         kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
         chunks = self._chunks(candidate, number)[rank]
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
+        if candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward:
+            activations *= SPLIT
         activations += max(needs.extra_bytes, needs.head_bytes if rank == shape.head_rank else 0)
         return state + gathered + gradients + activations * candidate.micro_batch_size
 

@@ -1,13 +1,16 @@
 """The best candidates, simulated."""
 
+import math
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.run import RunConfig
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
@@ -18,17 +21,18 @@ from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs, simulated_run
 from meshtrain.planning.search.candidates import Candidate, Kind
-from meshtrain.planning.search.estimate import Estimator, ModelSizes
+from meshtrain.planning.search.estimate import Estimate, Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.speed.step_time import StepTime
-from meshtrain.runtime.ranks import run_on_ranks
+from meshtrain.runtime.ranks import program_hidden, run_on_ranks
 from meshtrain.training.resolve import ResolvedRun
 
 Result = TypeVar("Result")
-# Candidates that are simulated, of these with one mesh, and how long it may take.
-SIMULATED, FEW, SECONDS = 20, 4, 3600.0
+# Candidates that are simulated, of these with one mesh or a separate backward pass, and how long
+# it may take.
+SIMULATED, FEW, MOST_SPLIT, SECONDS = 20, 4, 4, 3600.0
 # An estimate may be this far off, and the candidate is still simulated.
 MARGIN = 1.1
 
@@ -59,14 +63,14 @@ class Wanted:
         base: the run, resolved for one process.
         machine: on which it will run.
         world_size: number of processes.
-        tensors: tp, sequence parallel and recomputation -> the tensor rules, once they are known.
+        tensors: tp and sequence parallel -> the tensor rules, once they are known.
     """
 
     config: RunConfig
     base: ResolvedRun
     machine: Machine
     world_size: int
-    tensors: dict[Kind, TensorPlan] = field(default_factory=dict)
+    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
 
     def resolved(self, candidate: Candidate) -> ResolvedRun:
         """Return the run with the plan of a candidate.
@@ -97,7 +101,7 @@ class Wanted:
         config = self.config.model_copy(update={"plan": plan, "micro_batch_size": 1, "global_batch_size": 2})
         kind = tp, sequence_parallel, recompute
         resolved = self._with(config, plan, 2, tp, kind)
-        self.tensors[kind] = resolved.plan.tensor
+        self.tensors[kind[:2]] = resolved.plan.tensor
         return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
 
     def _with(
@@ -105,7 +109,7 @@ class Wanted:
     ) -> ResolvedRun:
         length = self.base.batch.sequence_length
         batch = BatchShape(global_batch_size, config.micro_batch_size, length, self.base.batch.width_multiple)
-        plan = resolve_plan(plan, self.base.model, batch, world_size, known_tensor=self.tensors.get(kind))
+        plan = resolve_plan(plan, self.base.model, batch, world_size, known_tensor=self.tensors.get(kind[:2]))
         return replace(self.base, config=config, plan=plan, batch=batch)
 
 
@@ -157,22 +161,32 @@ def kinds_of(found: Sequence[Candidate]) -> list[Kind]:
     return sorted({it.kind for it in found})
 
 
-def promising(candidates: Sequence[Candidate], estimator: Estimator, limit_bytes: float) -> list[Candidate]:
-    """Return the fastest candidates that should fit, but not too many of one mesh."""
-    estimates = {it: estimator.estimate(it) for it in candidates if estimator.knows(it)}
+def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> list[Candidate]:
+    """Return the fastest candidates that should fit, and then those that may fit.
+
+    There are not too many of one mesh, nor of schedules with separate weight gradients: all layers
+    of their stages are simulated, which takes long. These come last.
+    """
     fitting = [it for it, estimate in estimates.items() if estimate.peak_bytes <= limit_bytes * MARGIN]
     chosen: list[Candidate] = []
-    meshes: Counter[tuple[int, int, int, int]] = Counter()
-    for candidate in sorted(fitting, key=lambda it: estimates[it].seconds):
-        if meshes[candidate.mesh] < FEW and len(chosen) < SIMULATED:
+    kinds: Counter[object] = Counter()
+    for candidate in sorted(fitting, key=lambda it: (estimates[it].peak_bytes > limit_bytes, estimates[it].seconds)):
+        is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
+        if len(chosen) < SIMULATED and kinds[candidate.mesh] < FEW and not (is_split and kinds["split"] == MOST_SPLIT):
             chosen.append(candidate)
-            meshes[candidate.mesh] += 1
-    return chosen
+            kinds.update([candidate.mesh, *(["split"] if is_split else [])])
+    return sorted(chosen, key=lambda it: it.pp > 1 and SCHEDULES[it.schedule].splits_backward)
 
 
-def simulate_all(wanted: Wanted, candidates: Sequence[Candidate]) -> list[Found]:
-    """Simulate candidates, and return them from the fastest to the slowest."""
-    found = _on_all_cores(_simulated, candidates, wanted)
+def simulate_all(wanted: Wanted, candidates: Sequence[Candidate], deadline: float) -> list[Found]:
+    """Simulate candidates, and return them from the fastest to the slowest.
+
+    Args:
+        wanted: the run.
+        candidates: the most promising ones first.
+        deadline: on the monotonic clock, after which no further one is begun.
+    """
+    found = _on_all_cores(_simulated, candidates, wanted, deadline=deadline)
     return sorted((it for it in found if it is not None), key=lambda it: it.time.seconds)
 
 
@@ -193,17 +207,33 @@ def _simulated(candidate: Candidate, wanted: Wanted) -> Found | None:
     return Found(candidate, use, needs.time, fits)
 
 
-def _on_all_cores(compute: Callable[..., Result], values: Sequence[Any], *args: Any) -> list[Result]:
-    """Return `compute(value, *args)` for each value, computed on all cores of this machine."""
+def _on_all_cores(
+    compute: Callable[..., Result], values: Sequence[Any], *args: Any, deadline: float = math.inf
+) -> list[Result]:
+    """Return `compute(value, *args)` for each value, computed on all cores of this machine.
+
+    Args:
+        compute: a module-level function.
+        values: for which it is called.
+        args: further arguments of it.
+        deadline: on the monotonic clock, after which no process begins a second value.
+    """
     if not values:
         return []
     workers = min(len(values), num_cores())
-    shares = run_on_ranks(workers, _share, compute, values, args, joins=False, timeout=SECONDS)
+    with program_hidden():
+        shares = run_on_ranks(workers, _share, compute, values, args, deadline, joins=False, timeout=SECONDS)
     found = {index: result for share in shares for index, result in share}
-    return [found[index] for index in range(len(values))]
+    return [found[index] for index in sorted(found)]
 
 
-def _share(compute: Callable[..., Result], values: Sequence[Any], args: Sequence[Any]) -> list[tuple[int, Result]]:
+def _share(
+    compute: Callable[..., Result], values: Sequence[Any], args: Sequence[Any], deadline: float
+) -> list[tuple[int, Result]]:
     """Compute this worker's share of the values."""
-    first, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return [(index, compute(values[index], *args)) for index in range(first, len(values), workers)]
+    found: list[tuple[int, Result]] = []
+    for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
+        if found and time.monotonic() > deadline:
+            break
+        found.append((index, compute(values[index], *args)))
+    return found
