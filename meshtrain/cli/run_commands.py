@@ -260,6 +260,9 @@ def calibrate(
     """
     from meshtrain.config.toml import load_run
 
+    if file.suffix != ".toml":
+        raise ConfigError(f"{file}: the description of a machine is a .toml file", "name it so, as in machine.toml")
+    check_writable("FILE", file)
     config = None if run is None else load_run(run, overrides or ())
     if processes is not None:
         given = [] if run is None else [str(run), *(overrides or ())]

@@ -15,7 +15,6 @@ from meshtrain.config.machine import MachineConfig, SpeedConfig
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
-from meshtrain.errors import ConfigError
 from meshtrain.planning.calibration.calls import Call, record_calls
 from meshtrain.planning.calibration.messages import link_between_hosts, link_of, measure_messages
 from meshtrain.planning.calibration.operators import (
@@ -82,8 +81,6 @@ def calibrate(file: Path, config: RunConfig | None) -> None:
         UserError: for a contradiction in the run.
     """
     check_devices()
-    if file.suffix != ".toml":
-        raise ConfigError(f"{file}: the description of a machine is a .toml file", "name it so, as in machine.toml")
     plan = _plan(config)
     with process_group() as device:
         console.line(f"Measuring {len(plan.calls)} operators and the messages of {dist.get_world_size()} processes")

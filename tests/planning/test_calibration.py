@@ -1,0 +1,104 @@
+"""`meshtrain calibrate` measures this machine, and writes a description that `plan` takes."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain import cli
+from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
+from meshtrain.planning.calibration.operators import measure_operators
+from tests.planning.cases import PLANS, make_run
+from tests.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+def calls_that_ran(model_type: str) -> list[tuple[Call, float]]:
+    calls = record_calls([make_run(model_type, PLANS["one process"], microbatches=1)])
+    points = measure_operators(calls, CPU)
+    return [(call, dict(points[call.key])[float(call.size)]) for call in calls]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral"])
+def test_every_operator_of_a_step_is_timed_by_itself(model_type: str) -> None:
+    (found,) = run_on_ranks(1, calls_that_ran, model_type, joins=False)
+    assert all(seconds > 0 for _, seconds in found)
+    names = {call.key for call, _ in found}
+    products = {"gpt2": "addmm float32", "mixtral": "mm float32"}[model_type]
+    assert {products, "_fused_adamw_ float32", "_scaled_dot_product_flash_attention_for_cpu float32"} <= names
+    sizes: dict[str, list[int]] = {}
+    for call, _ in found:
+        sizes.setdefault(call.key, []).append(call.size)
+    assert all(known == sorted(set(known)) and len(known) <= 6 for known in sizes.values())
+
+
+def test_arguments_get_memory_of_the_same_shape() -> None:
+    shapes = [TensorShape((2, 3), (1, 2), torch.float32), [TensorShape((4, 8), (0, 1), torch.bfloat16)], 3, "sum"]
+    first, (second,), number, text = with_values(shapes, CPU)
+    assert (first.shape, first.stride(), first.dtype) == ((2, 3), (1, 2), torch.float32)
+    assert (second.shape, second.stride(), second.dtype) == ((4, 8), (0, 1), torch.bfloat16)
+    assert (number, text) == (3, "sum")
+    assert ((first >= 0.9) & (first <= 1.1)).all()
+    rows = with_values(TensorShape((5,), (1,), torch.long), CPU)
+    assert not rows.any(), "every table has a first row"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["machine.json"], "machine.json: the description of a machine is a .toml file"),
+        (["nowhere/machine.toml"], "FILE: nowhere is not a directory"),
+        (["machine.toml", "--processes", "0"], "--processes 0: expected a whole number from 1"),
+        (["machine.toml", "no-run.toml"], "no file"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli._exit_code(["calibrate", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def meshtrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshtrain", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.timeout(900)
+def test_description_of_this_machine_is_taken_by_plan(tmp_path: Path) -> None:
+    done = meshtrain(tmp_path, "calibrate", "machine.toml", "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    written = tomllib.loads((tmp_path / "machine.toml").read_text())
+    speed = written["speed"]
+    assert speed["processes_per_host"] == 2
+    assert set(speed["messages"]) == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert "speed.between_hosts" not in written["measured"]
+    assert "speed.peak_tflops" in written["measured"]
+    (tmp_path / "run.toml").write_text(RUN)
+    planned = meshtrain(tmp_path, "plan", "run.toml", "--gpu", "machine.toml", "--world-size", "2")
+    assert planned.returncode == 0, planned.stderr
+    assert "A step takes" in planned.stdout
+
+
+RUN = """
+run_directory = "run"
+steps = 10
+global_batch_size = 8
+micro_batch_size = 2
+[model]
+type = "llama"
+config = { vocab_size = 300, hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 2 }
+[data]
+sequence_length = 64
+tokenizer.vocab_size = 300
+[optimizer]
+learning_rate = 1e-3
+"""
