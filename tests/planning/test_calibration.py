@@ -29,8 +29,9 @@ def test_every_operator_of_a_step_is_timed_by_itself(model_type: str) -> None:
     (found,) = run_on_ranks(1, calls_that_ran, model_type, joins=False)
     assert all(seconds > 0 for _, seconds in found)
     names = {call.key for call, _ in found}
-    products = {"gpt2": "addmm float32", "mixtral": "mm float32"}[model_type]
-    assert {products, "_fused_adamw_ float32", "_scaled_dot_product_flash_attention_for_cpu float32"} <= names
+    # The dropout of GPT-2 leaves attention in pieces on a CPU.
+    own = {"gpt2": "addmm float32", "mixtral": "_scaled_dot_product_flash_attention_for_cpu float32"}[model_type]
+    assert {own, "mm float32", "_fused_adamw_ float32"} <= names
     sizes: dict[str, list[int]] = {}
     for call, _ in found:
         sizes.setdefault(call.key, []).append(call.size)
