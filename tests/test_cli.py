@@ -57,7 +57,7 @@ def test_version_is_printed():
         (["check", "run.toml"], "error: Missing option '--world-size'. (see meshtrain --help)\n"),
         (
             ["plan", "run.toml", "--tml"],
-            "error: No such option: --tml (Possible options: --toml) (see meshtrain --help)\n",
+            "error: No such option: --tml (Possible options: --html, --toml) (see meshtrain --help)\n",
         ),
     ],
 )

@@ -143,10 +143,10 @@ class Estimator:
         """Return the seconds of a layer forward and backward, and of the head."""
         rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=key[0]))
         needs = self._needs[key]
-        number = len(needs.forward)
-        forward = sum(seconds_of(work, rows, rates) for work in needs.forward) / number
-        backward = sum(seconds_of(work, rows, rates) for work in needs.backward) / number
-        return forward, backward, seconds_of(needs.head, rows, rates)
+        number = len(needs.forward_work)
+        forward = sum(seconds_of(work, rows, rates) for work in needs.forward_work) / number
+        backward = sum(seconds_of(work, rows, rates) for work in needs.backward_work) / number
+        return forward, backward, seconds_of(needs.head_work, rows, rates)
 
     def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
         pp, replicate, shard, tp = mesh

@@ -22,17 +22,17 @@ class LayerNeeds:
         kept_bytes: of each layer, from its forward to its backward pass.
         head_bytes: at most, in the head and the loss.
         extra_bytes: at most besides what is kept, in the backward pass of a layer.
-        forward: work of each layer.
-        backward: work of each layer, with recomputation.
-        head: work of the rest, forward and backward.
+        forward_work: of each layer.
+        backward_work: of each layer, with recomputation.
+        head_work: of the rest, forward and backward.
     """
 
     kept_bytes: tuple[int, ...]
     head_bytes: int
     extra_bytes: int
-    forward: tuple[tuple[Counter[Work] | Work, ...], ...]
-    backward: tuple[tuple[Counter[Work] | Work, ...], ...]
-    head: tuple[Counter[Work] | Work, ...]
+    forward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
+    backward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
+    head_work: tuple[Counter[Work] | Work, ...]
 
 
 def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
@@ -54,9 +54,9 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
         kept_bytes=tuple(sum(int(_kept(action).sum()) for action in forward if action.place == it) for it in layers),
         head_bytes=int(max(levels.max(initial=0), 0)),
         extra_bytes=max(_rise(action) for action in backward if action.place in inner),
-        forward=tuple(_work(forward, it) for it in layers),
-        backward=tuple(_work(backward, it) for it in layers),
-        head=tuple(work for action in rest for work in action.work),
+        forward_work=tuple(_work(forward, it) for it in layers),
+        backward_work=tuple(_work(backward, it) for it in layers),
+        head_work=tuple(work for action in rest for work in action.work),
     )
 
 
