@@ -101,23 +101,20 @@ def pass_orders(schedule: str, owners: list[int], num_microbatches: int) -> list
     Raises:
         ValueError: if the schedule refuses this number.
     """
-    pp = max(owners) + 1
     built = _built(schedule, owners, num_microbatches, with_messages=False)
-    if built is None:
-        return [_single(schedule, rank, pp, num_microbatches) for rank in range(pp)]
-    return [_passes(built.pipeline_order[rank]) for rank in range(pp)]
+    if built is not None:
+        return [_passes(actions) for _, actions in sorted(built.pipeline_order.items())]
+    programs = instructions(schedule, owners, num_microbatches)
+    return [[it.computed for it in program if it.computed is not None] for program in programs]
 
 
 def instructions(schedule: str, owners: list[int], num_microbatches: int) -> list[list[Instruction]]:
     """Return what every process of a pipeline computes, sends and awaits in a step, in order.
 
+    The arguments are those of `pass_orders`.
+
     Why: only a private attribute of torch's schedules has it, and 1F1B and GPipe only have code.
     Holds: torch 2.11 to 2.13.
-
-    Args:
-        schedule: its name.
-        owners: the process of each stage.
-        num_microbatches: of a step.
 
     Raises:
         ValueError: if the schedule refuses this number.
@@ -254,17 +251,6 @@ def _lowered(actions: list[_Action | None], owners: list[int]) -> list[Instructi
                     found.append(Instruction("await", messages=(Border(computed.phase, sender, microbatch),)))
                 found.append(Instruction("compute", computed))
     return [*found, Instruction("await", messages=sent)] if sent else found
-
-
-def _single(schedule: str, rank: int, pp: int, num_microbatches: int) -> list[Pass]:
-    """Return the passes of a process with one stage: all forward first (GPipe), or 1F1B."""
-    ahead = num_microbatches if schedule == "GPipe" else min(num_microbatches, pp - 1 - rank)
-    passes = [Pass(FORWARD, rank, microbatch) for microbatch in range(ahead)]
-    for microbatch in range(num_microbatches):
-        if ahead + microbatch < num_microbatches:
-            passes.append(Pass(FORWARD, rank, ahead + microbatch))
-        passes.append(Pass(BACKWARD, rank, microbatch))
-    return passes
 
 
 def _passes(actions: list[_Action | None]) -> list[Pass]:

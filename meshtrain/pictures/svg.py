@@ -6,9 +6,8 @@ from html import escape
 from typing import Literal
 
 Anchor = Literal["start", "middle", "end"]
-FONT_SIZE = 12
 CHARACTER_WIDTH, STRONG_CHARACTER_WIDTH = 7.3, 8.4
-"""Width of a character that is assumed, in pixels: that of a wide font in this size."""
+"""Width of a character that is assumed, in pixels: that of a wide font of 12 pixels."""
 
 SAMPLE_WIDTH = 11
 """Width of a colored square in a legend."""

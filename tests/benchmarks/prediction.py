@@ -5,17 +5,12 @@
 The machine is calibrated first, unless a description is given. In every round each plan runs once,
 one after the other, so that a slow minute of the machine meets all of them. Nothing else should run
 on the machine.
-
-A virtual machine may be twice as fast in one minute as in another. So a fixed piece of work is
-timed around the calibration, and around the steps of each plan. Measured seconds are scaled to the
-speed that the machine had at the calibration. The factors are printed.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,34 +96,10 @@ def calibrated(folder: Path) -> Path:
     return file
 
 
-def reference() -> float:
-    """Return the seconds of a fixed piece of work: products of matrices, and sums from memory."""
-    matrix, vector = torch.ones(384, 384), torch.ones(2**22)
-    begin = time.perf_counter()
-    for _ in range(24):
-        torch.mm(matrix, matrix)
-        torch.add(vector, 1.0)
-    return time.perf_counter() - begin
-
-
-def references() -> float:
-    """Return the median seconds of the reference on a rank, after a warm-up."""
-    reference()
-    return statistics.median(reference() for _ in range(5))
-
-
-def steps_and_references(run: SimulatedRun) -> tuple[float, float]:
-    """Return the median seconds of a few steps, and of the reference around them."""
-    before = references()
-    seconds = statistics.median(measure_steps(run, torch.device("cpu"), STEPS, 1))
-    return seconds, (before + references()) / 2
-
-
-def measured(run: SimulatedRun, usual: float) -> tuple[float, float]:
-    """Return the scaled seconds of a step, and how much slower the machine was than usual."""
-    found = run_on_ranks(2, steps_and_references, run)
-    factor = max(now for _, now in found) / usual
-    return found[0][0] / factor, factor
+def measured(run: SimulatedRun) -> float:
+    """Return the median seconds of a few steps."""
+    (seconds, _) = run_on_ranks(2, measure_steps, run, torch.device("cpu"), STEPS, 1)
+    return statistics.median(seconds)
 
 
 def main() -> None:
@@ -137,21 +108,16 @@ def main() -> None:
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
-    before = max(run_on_ranks(2, references))
     with TemporaryDirectory() as folder:
         config = load_machine(arguments.machine or calibrated(Path(folder)))
-    usual = (before + max(run_on_ranks(2, references))) / 2
     machine = Machine("this machine", config, CPU_GRANULARITY, is_cpu=True)
     plans = {name: it for name, it in PLANS.items() if not arguments.only or name in arguments.only}
     resolved = {name: resolve_run(make_run(*it), 2) for name, it in plans.items()}
     needs = {name: find_needs(it, machine) for name, it in resolved.items()}
     seconds: dict[str, list[float]] = {name: [] for name in resolved}
-    factors = []
     for _ in range(arguments.rounds):
         for name, it in resolved.items():
-            scaled, factor = measured(simulated_run(it, on_gpus=False), usual)
-            seconds[name].append(scaled)
-            factors.append(factor)
+            seconds[name].append(measured(simulated_run(it, on_gpus=False)))
     deviations = {}
     for name, found in seconds.items():
         median, time = statistics.median(found), needs[name].time
@@ -160,7 +126,6 @@ def main() -> None:
         spread = (max(found) - min(found)) / median
         print(f"{name:36} predicted {time.seconds:.3f} s, measured {median:.3f} s (spread {spread:.0%}): ", end="")
         print(f"{deviations[name]:+.1%}")
-    print(f"The machine was {min(factors):.2f} to {max(factors):.2f} times as slow as at the calibration")
     absolute = sorted(map(abs, deviations.values()))
     print(f"{len(absolute)} plans: median {statistics.median(absolute):.1%}, worst {absolute[-1]:.1%}")
 

@@ -13,21 +13,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshtrain.compat.autograd import OperatorMode
-from meshtrain.models.build import build_meta_model
-from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel import build_pipeline
-from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.calibration.overhead import build_real
 from meshtrain.planning.simulation.rank import SimulatedRun, group_axes
 from meshtrain.planning.simulation.recorder import Recorder
 from meshtrain.planning.totals import Totals, totals_of
 from meshtrain.profiling.peak import peaks_on_cpu
 from meshtrain.profiling.trace import sections_named
-from meshtrain.runtime.mesh import init_mesh
-from meshtrain.training.loss import build_loss
-from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.optim import build_optimizer
-from meshtrain.training.step import StepContext, train_step
+from meshtrain.training.step import train_step
 
 STEP, STEPS = "measured step", 3
 PAUSE = 0.01
@@ -70,7 +63,7 @@ def measure(run: SimulatedRun) -> Measured:
     with TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            context, batch = _build(run)
+            context, batch = build_real(run, torch.device("cpu"))
             ids = np.arange(run.batch.global_batch_size)
             train_step(context, 0, batch, ids)
             for step in range(1, 1 + STEPS):
@@ -86,37 +79,6 @@ def measure(run: SimulatedRun) -> Measured:
     gradients = [p.grad for p in parameters if p.grad is not None]
     states = [v for s in context.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return Measured(peak, (_size(parameters), _size(gradients), _size(states)), totals_of(recorder.work()))
-
-
-def _build(run: SimulatedRun) -> tuple[StepContext, dict[str, Tensor]]:
-    plan = run.plan
-    model = build_meta_model(
-        run.hf_config,
-        dtype=DTYPES[plan.precision.parameters],
-        attention=run.attention,
-        trust_remote_code=run.trust_remote_code,
-    )
-    pipeline = build_pipeline(
-        model,
-        init_mesh(plan.mesh, "cpu"),
-        plan,
-        micro_batch_size=run.batch.micro_batch_size,
-        seed=0,
-        device=torch.device("cpu"),
-    )
-    pipeline.initialize(0)
-    rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
-    vocabulary = run.hf_config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
-    context = StepContext(
-        pipeline=pipeline,
-        loss=build_loss(pipeline),
-        optimizer=build_optimizer(pipeline, run.optimizer),
-        learning_rate=lambda step: run.optimizer.learning_rate,
-        max_gradient_norm=run.optimizer.max_gradient_norm,
-        loss_scale=build_loss_scale(plan.precision),
-    )
-    return context, {"input_ids": ids, "labels": ids.clone()}
 
 
 def _size(tensors: list[Any]) -> int:

@@ -16,38 +16,21 @@ from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.command import _alone
 from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of
 from meshtrain.training.resolve import resolve_run
+from tests.planning.files import RUN as PIPELINE_RUN
+from tests.planning.files import write_machine, write_run
 
-RUN = """
-run_directory = "run"
-steps = 10
-global_batch_size = 32
-micro_batch_size = 4
-[model]
-type = "llama"
-[model.config]
-vocab_size = 8000
-hidden_size = 256
-intermediate_size = 704
-num_hidden_layers = 8
-num_attention_heads = 8
-num_key_value_heads = 4
-[data]
-sequence_length = 256
-[data.tokenizer]
-path = "does-not-exist"
-[optimizer]
-learning_rate = 1e-3
-[plan]
-precision.compute = "bfloat16"
-"""
+RUN = (
+    PIPELINE_RUN.replace("num_hidden_layers = 4", "num_hidden_layers = 8")
+    .replace("global_batch_size = 16", "global_batch_size = 32")
+    .replace("[plan.mesh]\npp = 2", '[plan.precision]\ncompute = "bfloat16"')
+)
 LAYERS, PROCESSES = 8, 4
 
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(RUN)
-    return "run.toml"
+    return write_run(Path(), RUN)
 
 
 def machine_file(memory_gib: float) -> str:
@@ -103,8 +86,7 @@ def test_contradictions_are_one_line(
 
 
 def test_machine_without_speed_is_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("m.toml").write_text('memory_gib = 1.0\nreserved_gib = 0.0\nfragmentation = 0.0\nsource = "a test"\n')
-    assert cli._exit_code(["search", run_file, "--gpus", "4", "--gpu", "m.toml"]) == 2
+    assert cli._exit_code(["search", run_file, "--gpus", "4", "--gpu", write_machine(Path(), 1.0)]) == 2
     assert "the description has no table [speed]" in capsys.readouterr().err
 
 

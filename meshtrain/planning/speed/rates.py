@@ -64,10 +64,6 @@ class Rates:
         """Return the seconds of a message between neighboring stages."""
         return self.message_seconds(Work("send", None, 0, num_bytes, "pp"))
 
-    def crosses_hosts(self, axis: str) -> bool:
-        """Return whether the processes of an axis are on several hosts."""
-        return self._groups[axis].crosses_hosts
-
     def _operator_seconds(self, kind: Work, *, on_host: bool) -> float:
         key = kind, on_host
         if key not in self._seconds:
