@@ -207,7 +207,8 @@ def is_on_meta(tensor: Tensor) -> bool:
     Why: a fake tensor answers the public question with an operator, and the class is private.
     Holds: torch 2.11 to 2.13.
     """
-    return not isinstance(tensor, FakeTensor) and tensor.is_meta
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -148,7 +148,7 @@ def _with_microbatches(run: SimulatedRun, number: int) -> SimulatedRun:
 
 
 def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
-    """Simulate some processes: here, or on all cores of this machine if that is worth their start."""
+    """Simulate some processes, on all cores of this machine if that is worth their start."""
     may_start = not current_process().daemon and len(tasks) > 1
     if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
         return [task.simulate() for task in tasks]
