@@ -32,14 +32,14 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
     if len(kept) == len(layers):
         return
     _check_lists(model, layers)
-    numbers = [*_layer_numbers(layers)]
+    numbers = {*_layer_numbers(layers)}
     configs = {id(it.config): it.config for it in model.modules() if isinstance(it, PreTrainedModel)}
     configs |= {id(text): text for text in (it.get_text_config() for it in configs.values())}
     for config in configs.values():
         _shorten(config, kept, len(layers))
     for position, index in enumerate(kept):
-        for path, attribute in numbers:
-            vars(layers[index].get_submodule(path))[attribute] = position
+        for path, module in layers[index].named_modules():
+            vars(module).update((name, position) for name in vars(module) if (path, name) in numbers)
     model.set_submodule(name, nn.ModuleList(layers[index] for index in kept))
 
 
