@@ -29,6 +29,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "head_dim": 32},
     "mixtral": {**_LLAMA, "intermediate_size": 352, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+_DEEP = {**_LLAMA, "num_hidden_layers": 7}
+# Models with so many layers that a simulation leaves some out.
+DEEP_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {**MODELS["gpt2"], "n_layer": 7},
+    "llama": _DEEP,
+    "qwen3": {**_DEEP, "head_dim": 32},
+    "mixtral": {**MODELS["mixtral"], "num_hidden_layers": 7},
+    # Every sixth layer attends to all tokens, the others to a few before.
+    "gemma3_text": {**_DEEP, "head_dim": 32, "num_hidden_layers": 18, "sliding_window": 64},
+    "deepseek_v3": {
+        **_DEEP,
+        "num_hidden_layers": 9,
+        "first_k_dense_replace": 3,
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {"mesh": {"dp_shard": 1}},
     "ddp": {"mesh": {"dp_replicate": 2, "dp_shard": 1}},
@@ -50,9 +76,15 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_run(model_type: str, plan: dict[str, Any], *, microbatches: int = 4) -> SimulatedRun:
-    """Return a run with microbatches of two sequences."""
-    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+def make_run(
+    model_type: str, plan: dict[str, Any], *, microbatches: int = 4, values: dict[str, Any] | None = None
+) -> SimulatedRun:
+    """Return a run with microbatches of two sequences.
+
+    Args:
+        values: of the configuration; None: those of `MODELS`.
+    """
+    config = AutoConfig.for_model(model_type, **(MODELS[model_type] if values is None else values))
     config.bos_token_id = config.eos_token_id = 0
     model = build_meta_model(config, dtype=torch.float32, attention="sdpa")
     wanted = with_family(ParallelPlan.model_validate(plan), model_type)

@@ -1,0 +1,188 @@
+"""A step that is put together from one with a few layers is that of all layers."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.tiny import default_config, shrink
+from meshtrain.parallel.cut.probe import probe_structure
+from meshtrain.planning.memory import memory_use
+from meshtrain.planning.simulation.expansion import with_all_layers
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
+from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError
+from meshtrain.planning.simulation.layers import fewest_layers, likes
+from meshtrain.planning.simulation.outline import outline_of
+from meshtrain.planning.simulation.pipeline import simulate
+from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
+from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.totals import totals_of
+from tests.planning.cases import DEEP_MODELS, make_run
+from tests.ranks import run_on_ranks
+
+FULL = {"mode": "full"}
+PLANS: dict[str, dict[str, Any]] = {
+    "one process": {"mesh": {"dp_shard": 1}},
+    "ddp": {"mesh": {"dp_replicate": 2, "dp_shard": 1}},
+    "fsdp, bfloat16": {"mesh": {"dp_shard": 2}, "precision": {"compute": "bfloat16"}},
+    "fsdp, recomputed": {"mesh": {"dp_shard": 2}, "recompute": FULL},
+    "fsdp, kept, every second": {
+        "mesh": {"dp_shard": 2},
+        "shard": {"reshard_after_forward": "never"},
+        "recompute": {"mode": "selective", "every": 2},
+    },
+    "tp": {"mesh": {"tp": 2, "dp_shard": 1}},
+    "fsdp x tp, parts of the sequence": {
+        "mesh": {"tp": 2, "dp_shard": 2},
+        "tensor": {"sequence_parallel": True},
+        "recompute": {"mode": "selective"},
+    },
+    "pp": {"mesh": {"pp": 2, "dp_shard": 1}},
+    "pp x fsdp, bfloat16": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "precision": {"compute": "bfloat16"},
+        "recompute": FULL,
+    },
+    "pp, interleaved": {
+        "mesh": {"pp": 2, "dp_shard": 1},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+    },
+    "pp, ZBV": {"mesh": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}},
+}
+QUICK = [("llama", "fsdp, bfloat16"), ("deepseek_v3", "one process"), ("gpt2", "pp x fsdp, bfloat16")]
+TYPES = ("bloom", "qwen3_moe", "gpt_oss", "gpt_neo", "falcon_h1", "recurrent_gemma", "jamba", "zamba2", "mamba")
+
+
+def compare(run: SimulatedRun) -> list[int]:
+    """Compare the steps of all pp ranks, and return how many layers are left out of each stage."""
+    width = run.plan.mesh.world_size // run.plan.mesh.pp
+    for pp_rank, profile in enumerate(simulate(run).profiles):
+        alone = simulate_rank(run, pp_rank * width)
+        assert memory_use(profile) == memory_use(alone)
+        assert totals_of(profile.work()) == totals_of(alone.work())
+        assert places_of(profile) == places_of(alone)
+    try:
+        return [len(stage.left_out) for stage in outline_of(run, all_layers=False).stages]
+    except LayersNeededError:
+        return []
+
+
+def places_of(profile: RankProfile) -> list[tuple[object, ...]]:
+    return [(action.phase, action.stage, action.microbatch, action.place) for action in profile.actions]
+
+
+def deep_run(model_type: str, plan: str) -> SimulatedRun:
+    values, settings = dict(DEEP_MODELS[model_type]), PLANS[plan]
+    count = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
+    # Without a pipeline, the microbatches between the first and the last are put together too.
+    pp, stages = settings["mesh"].get("pp", 1), settings.get("pipeline", {}).get("stages_per_rank", 1)
+    values[count] += (pp * stages - 1) * 6
+    return make_run(model_type, settings, microbatches=5 if pp == 1 else 6, values=values)
+
+
+@pytest.mark.parametrize(("model_type", "plan"), QUICK)
+def test_layers_that_are_left_out_do_the_same_as_others(model_type: str, plan: str) -> None:
+    ((left_out),) = run_on_ranks(1, compare, deep_run(model_type, plan), joins=False, timeout=600)
+    assert sum(left_out) > 0
+
+
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("plan", PLANS)
+def test_layers_of_all_models_do_the_same_as_others(plan: str) -> None:
+    for model_type in DEEP_MODELS:
+        ((left_out),) = run_on_ranks(1, compare, deep_run(model_type, plan), joins=False, timeout=3000)
+        # Some schedules compute the gradients of all weights of a stage in one pass.
+        is_short = plan == "pp, ZBV" or (plan == "fsdp, kept, every second" and model_type != "gemma3_text")
+        assert (sum(left_out) > 0) != is_short, (model_type, left_out)
+
+
+@pytest.mark.timeout(3000)
+def test_layers_of_many_classes_do_the_same_as_others() -> None:
+    for model_type in TYPES:
+        config = shrink(default_config(model_type), 12)
+        run = make_run("llama", PLANS["fsdp, bfloat16"], microbatches=4)
+        run_on_ranks(1, compare, replace(run, hf_config=config, attention="eager"), joins=False, timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        ("", ""),
+        ("LLLL", "LLLL"),
+        ("L" * 80, "LLLL"),
+        ("DDD" + "M" * 58, "DDDMMMM"),
+        ("RN" * 40, "RNRNRN"),
+        ("ABCD", "ABCD"),
+    ],
+)
+def test_few_layers_of_each_kind_are_kept(kinds: str, kept: str) -> None:
+    found = fewest_layers(kinds)
+    assert "".join(kinds[index] for index in found) == kept
+    assert [kinds[found[position]] for position in likes(kinds, found)] == list(kinds)
+
+
+def test_likes_of_a_layer_have_its_neighbors() -> None:
+    kinds = ("SSSSSF" * 11)[:62]
+    kept = fewest_layers(kinds)
+    assert len(kept) < 16
+    for index, position in enumerate(likes(kinds, kept)):
+        around = [kinds[max(0, at - 2) : at + 2] for at in (index, kept[position])]
+        assert around[0] == around[1]
+
+
+def test_layers_that_exchange_more_than_a_stream_are_all_simulated() -> None:
+    model = build_meta_model(shrink(default_config("gemma3n_text"), 6), dtype=torch.float32, attention="sdpa")
+    assert "is computed from more than the result of one layer" in (stream_problem(probe_structure(model).trace) or "")
+    llama = build_meta_model(shrink(default_config("llama"), 6), dtype=torch.float32, attention="sdpa")
+    assert stream_problem(probe_structure(llama).trace) is None
+
+
+def test_layers_with_shared_parameters_are_all_needed() -> None:
+    model = build_meta_model(shrink(default_config("llama"), 4), dtype=torch.float32, attention="sdpa")
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    with pytest.raises(LayersNeededError, match="its layers share parameters"):
+        keep_layers(model, [0, 1, 3])
+
+
+def test_kept_layers_are_those_of_the_model_with_new_numbers() -> None:
+    config = shrink(default_config("gemma3_text"), 8)
+    config.layer_types = ["sliding_attention", "full_attention"] * 4
+    model = build_meta_model(config, dtype=torch.float32, attention="sdpa")
+    third = model.model.layers[3]
+    keep_layers(model, [0, 3, 6])
+    assert [*model.model.layers][1] is third
+    assert third.self_attn.layer_idx == 1
+    assert model.config.num_hidden_layers == 3
+    assert model.config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def action(*changes: int, place: int | None = None, phase: str = "gradients") -> ActionProfile:
+    stage = 0 if phase == "forward" else None
+    roles = np.zeros(len(changes), dtype=np.int64)
+    return ActionProfile(phase, stage, stage, place, np.array(changes, dtype=np.int64), roles, (Counter(),))
+
+
+def test_memory_grows_with_the_layers_in_number_or_in_size() -> None:
+    few = Outside(action(4, 4, 100), (action(8, 8, 16, -8, -8, -16),))
+    more = Outside(action(4, 4, 4, 4, 100), (action(8, 8, 8, 24, -8, -8, -8, -24),))
+    grown = few.with_more_layers(more, 10)
+    assert sorted(grown.state.changes.tolist()) == [4] * 22 + [100]
+    assert sorted(grown.behind[0].changes.tolist()) == [-96] + [-8] * 12 + [8] * 12 + [96]
+
+
+@pytest.mark.parametrize("changes", [(8, -8, 8, -8), (8, 9, -8, -9), ()])
+def test_growth_that_is_not_clear_is_refused(changes: tuple[int, ...]) -> None:
+    few, more = (Outside(action(1), (action(*it),)) for it in ((8, -8), changes))
+    with pytest.raises(UnevenGrowthError):
+        few.with_more_layers(more, 3)
+
+
+def test_layers_that_do_not_run_in_order_are_refused() -> None:
+    passes = (action(1, place=0, phase="forward"), action(1, place=2, phase="forward"))
+    few = RankProfile((action(1, phase="start"), *passes), 1, Counter())
+    with pytest.raises(LayersNeededError, match=r"in the forward pass its layers run in the order \[0, 2\]"):
+        with_all_layers(few, Outside(action(1), ()), {0: [0, 1, 1, 1]})
