@@ -29,12 +29,12 @@ def show_needs(config: RunConfig, world_size: int | None, gpu: str) -> bool:
     machine = find_machine(gpu, resolved.plan.mesh.world_size)
     show_plan(resolved)
     needs = find_needs(resolved, machine)
-    show_memory(needs.uses, needs.simulation, needs.width)
-    show_totals([totals_of(profile.work()) for profile in needs.simulation.profiles], needs.width)
+    show_memory(needs.uses, needs.simulation)
+    show_totals([totals_of(group.profile.work()) for group in needs.simulation.groups], needs.simulation)
     show_time(needs.time, machine)
     if resolved.plan.compile.enabled:
         console.line("Layers are simulated without compilation, which changes what they keep.")
-    fits, line = verdict(needs.uses, machine, needs.width)
+    fits, line = verdict(needs.uses, machine, needs.simulation)
     console.line(line)
     if not fits:
         console.line(_advice(resolved, machine))
@@ -54,7 +54,7 @@ def _advice(resolved: ResolvedRun, machine: Machine) -> str:
         except UserError:
             # The change contradicts something else in the run.
             continue
-        fits, line = verdict(needs.uses, machine, needs.width)
+        fits, line = verdict(needs.uses, machine, needs.simulation)
         if fits:
             return f"With {words}: {line}"
     return "No change of recomputation, resharding, microbatch or offloading makes it fit: shard over more processes."

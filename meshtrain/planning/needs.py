@@ -16,7 +16,7 @@ class Needs:
 
     Attributes:
         simulation: of a step.
-        uses: the memory of the first process of each pp rank.
+        uses: the memory of each group of processes of the simulation.
         width: number of processes of a pp rank.
         time: of a step; None if it is not known how fast the machine is.
     """
@@ -38,7 +38,7 @@ def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
     run = simulated_run(resolved, on_gpus=not machine.is_cpu, granularity=machine.granularity)
     simulation = simulate(run)
     offloads = plan.shard.offload == "cpu" and not machine.is_cpu
-    uses = tuple(memory_use(profile, offloads=offloads) for profile in simulation.profiles)
+    uses = tuple(memory_use(group.profile, offloads=offloads) for group in simulation.groups)
     speed = machine.config.speed
     time = None if speed is None else step_time(resolved, simulation, speed, offloads=offloads)
     return Needs(simulation, uses, plan.mesh.world_size // plan.mesh.pp, time)

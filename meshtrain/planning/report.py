@@ -1,6 +1,7 @@
 """The tables of what each process needs."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from meshtrain import console
 from meshtrain.planning.machine import GIB, Machine
@@ -10,6 +11,8 @@ from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.planning.totals import Totals
 
+# More pieces of a list of ranks are not shown.
+MOST_PIECES = 3
 # Column -> the roles that it sums.
 COLUMNS: dict[str, tuple[Role, ...]] = {
     "parameters": (Role.PARAMETERS, Role.BUFFERS),
@@ -24,32 +27,31 @@ COLUMNS: dict[str, tuple[Role, ...]] = {
 }
 
 
-def show_memory(uses: Sequence[MemoryUse], simulation: Simulation, width: int) -> None:
-    """Print the memory of the first process of each pp rank, at its peak.
+def show_memory(uses: Sequence[MemoryUse], simulation: Simulation) -> None:
+    """Print the memory of each group of processes at its peak.
 
     Args:
-        uses: of each pp rank.
-        simulation: of the same ranks.
-        width: number of processes of a pp rank.
+        uses: of the groups of the simulation.
+        simulation: of the run.
     """
     columns = [name for name, roles in COLUMNS.items() if any(use.at_peak.get(role) for use in uses for role in roles)]
     rows = [
         (
-            _range(rank * width, width),
+            shown_ranks(group.ranks),
             gib(use.peak_bytes),
             *(gib(sum(use.at_peak.get(role, 0) for role in COLUMNS[name])) for name in columns),
             use.moment.described(simulation.first_layers),
         )
-        for rank, use in enumerate(uses)
+        for group, use in zip(simulation.groups, uses, strict=True)
     ]
     console.table("Memory of a process at its peak, in GiB", ["ranks", "peak", *columns, "when"], rows)
     if host := max(use.host_bytes for use in uses):
         console.line(f"In host memory are up to {gib(host)} GiB of each process.")
 
 
-def show_totals(totals: Sequence[Totals], width: int) -> None:
-    """Print the messages and the work of the first process of each pp rank."""
-    distinct = [(_range(rank * width, width), totals[rank]) for rank in _distinct(totals)]
+def show_totals(totals: Sequence[Totals], simulation: Simulation) -> None:
+    """Print the messages and the work of the groups of processes that differ in them."""
+    distinct = [(shown_ranks(simulation.groups[index].ranks), totals[index]) for index in _distinct(totals)]
     rows = [
         (ranks, axis, name, f"{number:,}", gib(size))
         for ranks, total in distinct
@@ -88,12 +90,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.4g}"
 
 
-def verdict(uses: Sequence[MemoryUse], machine: Machine, width: int) -> tuple[bool, str]:
+def verdict(uses: Sequence[MemoryUse], machine: Machine, simulation: Simulation) -> tuple[bool, str]:
     """Return whether every process fits, and a line that says so."""
-    rank = max(range(len(uses)), key=lambda index: uses[index].peak_bytes)
-    use, limit = uses[rank], machine.memory_bytes
+    index = max(range(len(uses)), key=lambda index: uses[index].peak_bytes)
+    use, limit, ranks = uses[index], machine.memory_bytes, simulation.groups[index].ranks
     held = machine.with_fragmentation(use.peak_bytes)
-    who = f"rank {rank} needs" if width == 1 else f"ranks {_range(rank * width, width)} need"
+    who = f"rank {ranks[0]} needs" if len(ranks) == 1 else f"ranks {shown_ranks(ranks)} need"
     besides = _besides(machine)
     if held <= limit:
         return True, f"It fits {machine.name}: {who} the most, and {gib(limit - held)} GiB are left.{besides}"
@@ -116,12 +118,17 @@ def _besides(machine: Machine) -> str:
 
 
 def _distinct(totals: Sequence[Totals]) -> list[int]:
-    """Return the pp ranks whose totals differ from those of the rank before."""
+    """Return the groups of processes whose totals differ from those of the group before."""
     return [rank for rank, total in enumerate(totals) if rank == 0 or total != totals[rank - 1]]
 
 
-def _range(first: int, width: int) -> str:
-    return str(first) if width == 1 else f"{first}-{first + width - 1}"
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as "0-6, 8-14"; of many pieces the first ones, and how many ranks there are."""
+    runs = [[at for _, at in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+    pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(pieces) <= MOST_PIECES:
+        return ", ".join(pieces)
+    return f"{', '.join(pieces[:MOST_PIECES])} and others, {len(ranks)} in all"
 
 
 def gib(num_bytes: int) -> str:

@@ -58,6 +58,16 @@ def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.
     assert "Assumed, not measured: 2 GiB for CUDA and NCCL" in shown
 
 
+def test_processes_that_hold_less_are_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.replace("pp = 2", "dp_shard = 4").replace("vocab_size = 8000", "vocab_size = 8001"))
+    assert cli._exit_code(["plan", str(file), "--gpu", "h100-80gb", "--world-size", "4"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[0] for line in shown.split("at its peak")[1].splitlines() if "backward of microbatch" in line]
+    assert rows == ["0-2", "3"]
+    assert "It fits h100-80gb: ranks 0-2 need the most" in shown
+
+
 def test_change_that_makes_a_run_fit_is_named(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
