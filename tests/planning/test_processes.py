@@ -11,6 +11,7 @@ from meshtrain.planning.report import shown_ranks
 from meshtrain.planning.simulation.pipeline import Simulation, simulate
 from meshtrain.planning.simulation.processes import Shape, alike_processes
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import UNEVEN, make_run
 from tests.planning.measured import measure
@@ -56,12 +57,13 @@ def compare(run: SimulatedRun) -> Simulation:
 @pytest.mark.parametrize(
     ("mesh", "groups"),
     [
-        ({"pp": 2, "dp_shard": 3}, [(0, 1), (2,), (3, 4), (5,)]),
+        # Both layers are on the first stage. The head of the second is even.
+        ({"pp": 2, "dp_shard": 3}, [(0, 1), (2,), (3, 4, 5)]),
         ({"tp": 2, "dp_shard": 2}, [(0, 2), (1, 3)]),
     ],
 )
 def test_all_processes_need_what_their_group_does(mesh: dict[str, int], groups: list[tuple[int, ...]]) -> None:
-    values = {**UNEVEN, "hidden_size": 252, "vocab_size": 8002}
+    values = {**UNEVEN, "hidden_size": 252, "intermediate_size": 704, "vocab_size": 8004}
     (found,) = run_on_ranks(1, compare, make_run("llama", {"mesh": mesh}, values=values), joins=False, timeout=300)
     assert [group.ranks for group in found.groups] == groups
     assert [profile is group[0].profile for profile, group in zip(found.profiles, found.pp_ranks, strict=True)]
@@ -73,12 +75,18 @@ def test_uneven_processes_need_what_real_ones_need(mesh: dict[str, Any]) -> None
     measured = run_on_ranks(2, measure, run)
     (found,) = run_on_ranks(1, simulate, run, joins=False)
     assert [group.ranks for group in found.groups] == [(0,), (1,)]
+    first, last = (memory_use(group.profile) for group in found.groups)
     for real, group in zip(measured, found.groups, strict=True):
         assert totals_of(group.profile.work()) == real.totals
-        assert memory_use(group.profile).peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
-    first, last = (memory_use(group.profile).peak_bytes for group in found.groups)
-    # Two of three heads are on the last process of tp. The last of FSDP2 has less optimizer state.
-    assert (last > first) == ("tp" in mesh)
+    if "tp" in mesh:
+        # The last process has two of three heads.
+        assert last.peak_bytes > first.peak_bytes
+        for real, use in zip(measured, (first, last), strict=True):
+            assert use.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    else:
+        # The peak is not compared: on a CPU, FSDP2 pads uneven gradients inside of an operator.
+        assert first.at_peak[Role.OPTIMIZER] == measured[0].state_bytes[2]
+        assert last.at_peak[Role.OPTIMIZER] == measured[1].state_bytes[2] < measured[0].state_bytes[2]
 
 
 @pytest.mark.parametrize(
