@@ -97,17 +97,18 @@ def _maker(func: Any, args: Any, result: Any) -> _Make | None:
     results = result if isinstance(result, tuple | list) else (result,)
     if func._schema.is_mutable or not all(map(_is_simple, results)):
         return None
-    storages = [it.untyped_storage()._cdata for it in results]
     given = {it.untyped_storage()._cdata for it in _tensors(args)}
-    if type(first) is FakeTensor and storages == [first.untyped_storage()._cdata]:
-        return _view_maker(results[0])
-    if given.isdisjoint(storages) and len({*storages}) == len(storages) and all(map(_fills_storage, results)):
+    storages = [it.untyped_storage()._cdata for it in results]
+    if type(first) is FakeTensor and {*storages} == {first.untyped_storage()._cdata}:
+        makers = [_view_maker(it) for it in results]
+    elif given.isdisjoint(storages) and len({*storages}) == len(storages) and all(map(_fills_storage, results)):
         makers = [_new_maker(it) for it in results]
-        if isinstance(result, FakeTensor):
-            return makers[0]
-        kind = type(result)
-        return lambda args: kind(make(args) for make in makers)
-    return None
+    else:
+        return None
+    if isinstance(result, FakeTensor):
+        return makers[0]
+    kind = type(result)
+    return lambda args: kind([make(args) for make in makers])
 
 
 def _is_simple(value: Any) -> bool:
