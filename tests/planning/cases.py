@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
@@ -96,15 +97,21 @@ def make_run(
     """
     config = AutoConfig.for_model(model_type, **(MODELS[model_type] if values is None else values))
     config.bos_token_id = config.eos_token_id = 0
-    model = build_meta_model(config, dtype=torch.float32, attention="sdpa")
-    wanted = with_family(ParallelPlan.model_validate(plan), model_type)
+    return run_of(config, plan, microbatches=microbatches)
+
+
+def run_of(config: PretrainedConfig, plan: dict[str, Any], *, microbatches: int) -> SimulatedRun:
+    """Return a run of a model with microbatches of two sequences."""
+    model = build_meta_model(config, dtype=torch.float32, attention=None)
+    wanted = with_family(ParallelPlan.model_validate(plan), config.model_type)
     world_size = math.prod(degree for degree in wanted.mesh.degrees.values() if degree > 0)
     mesh = wanted.mesh.resolve(world_size)
-    batch = BatchShape(2 * microbatches * mesh.data_degree, 2, SEQUENCE)
+    length = min(SEQUENCE, getattr(config, "max_position_embeddings", SEQUENCE))
+    batch = BatchShape(2 * microbatches * mesh.data_degree, 2, length)
     resolved = resolve_plan(wanted, model, batch, world_size)
     return SimulatedRun(
         hf_config=config,
-        attention="sdpa",
+        attention=attention_implementation(model.config) or "eager",
         trust_remote_code=False,
         plan=resolved,
         batch=batch,
