@@ -1,6 +1,7 @@
 """torch's FSDP2: its gathered parameters, and a hook before it reduces their gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,22 @@ def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None])
         reduce(*arguments)
 
     group.post_backward = post_backward  # type: ignore[method-assign]
+
+
+@contextmanager
+def padded_once() -> Iterator[None]:
+    """Let FSDP2 keep the parts of parameters that it has padded while the block runs.
+
+    Why: before its first forward pass, FSDP2 compares addresses of memory to see whether a part is
+    padded. Fake memory has no address, so a part would be copied to be padded once more.
+    Holds: torch 2.11 to 2.13.
+    """
+    original = FSDPParam.reset_sharded_param
+    FSDPParam.reset_sharded_param = lambda held: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParam.reset_sharded_param = original  # type: ignore[method-assign]
 
 
 def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:

@@ -1,22 +1,26 @@
 """How processes and sizes are named, on the screen and on pages."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from meshtrain.planning.machine import GIB
 
-
-def rank_range(pp_rank: int, width: int) -> str:
-    """Return the processes of a pp rank as "8-15".
-
-    Args:
-        pp_rank: index.
-        width: number of processes of each pp rank.
-    """
-    first = pp_rank * width
-    return str(first) if width == 1 else f"{first}-{first + width - 1}"
+# More pieces of a list of ranks are not shown.
+MOST_PIECES = 3
 
 
-def ranks_named(pp_rank: int, width: int) -> str:
-    """Return the processes of a pp rank as "ranks 8-15"."""
-    return f"{'rank' if width == 1 else 'ranks'} {rank_range(pp_rank, width)}"
+def rank_range(ranks: Sequence[int]) -> str:
+    """Return ranks as "0-6, 8-14"; of many pieces the first ones, and how many ranks there are."""
+    runs = [[at for _, at in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+    pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(pieces) <= MOST_PIECES:
+        return ", ".join(pieces)
+    return f"{', '.join(pieces[:MOST_PIECES])} and others, {len(ranks)} in all"
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return ranks as "ranks 8-15", or "rank 8"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {rank_range(ranks)}"
 
 
 def gib(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ class Needs:
 
     Attributes:
         simulation: of a step.
-        uses: the memory of the first process of each pp rank.
+        uses: the memory of each group of processes of the simulation.
         width: number of processes of a pp rank.
         time: of a step; None if it is not known how fast the machine is.
         offloads: whether parameters, gradients and optimizer state are in host memory that is not
@@ -33,18 +33,34 @@ class Needs:
 
     @property
     def fullest(self) -> int:
-        """Return the pp rank whose processes need the most memory."""
-        return max(range(len(self.uses)), key=lambda pp_rank: self.uses[pp_rank].peak_bytes)
+        """Return the index of the group of processes that needs the most memory."""
+        return max(range(len(self.uses)), key=lambda group: self.uses[group].peak_bytes)
+
+    def ranks(self, group: int) -> tuple[int, ...]:
+        """Return the ranks of a group of processes."""
+        return self.simulation.groups[group].ranks
+
+    def pp_rank(self, group: int) -> int:
+        """Return the pp rank of a group of processes."""
+        return self.ranks(group)[0] // self.width
 
     @property
     def peak_bytes(self) -> int:
         """Return the memory of the fullest process."""
         return self.uses[self.fullest].peak_bytes
 
+    def peaks_of_pp_ranks(self) -> tuple[int, ...]:
+        """Return the memory of the fullest process of each pp rank."""
+        peaks: dict[int, int] = {}
+        for group, use in enumerate(self.uses):
+            pp_rank = self.pp_rank(group)
+            peaks[pp_rank] = max(peaks.get(pp_rank, 0), use.peak_bytes)
+        return tuple(peaks[pp_rank] for pp_rank in sorted(peaks))
+
     @cached_property
     def totals(self) -> tuple[Totals, ...]:
-        """Return messages and work of the first process of each pp rank."""
-        return tuple(totals_of(profile.work()) for profile in self.simulation.profiles)
+        """Return messages and work of each group of processes."""
+        return tuple(totals_of(group.profile.work()) for group in self.simulation.groups)
 
 
 def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
@@ -53,7 +69,7 @@ def find_needs(resolved: ResolvedRun, machine: Machine) -> Needs:
     run = simulated_run(resolved, on_gpus=not machine.is_cpu, granularity=machine.granularity)
     simulation = simulate(run)
     offloads = plan.shard.offload == "cpu" and not machine.is_cpu
-    uses = tuple(memory_use(profile, offloads=offloads) for profile in simulation.profiles)
+    uses = tuple(memory_use(group.profile, offloads=offloads) for group in simulation.groups)
     speed = machine.config.speed
     time = None if speed is None else step_time(resolved, simulation, speed, offloads=offloads)
     return Needs(simulation, uses, plan.mesh.world_size // plan.mesh.pp, time, offloads)

@@ -63,7 +63,7 @@ class Sizing:
     @property
     def fullest_name(self) -> str:
         """Return the name of the processes that need the most memory."""
-        return ranks_named(self.needs.fullest, self.needs.width)
+        return ranks_named(self.needs.ranks(self.needs.fullest))
 
 
 def _speed(time: StepTime, world_size: int) -> dict[str, str]:

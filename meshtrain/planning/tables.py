@@ -29,36 +29,35 @@ def by_column(sizes: Mapping[Role, int]) -> dict[str, int]:
 
 
 def memory_table(needs: Needs) -> Table:
-    """Return the memory of the first process of each pp rank, at its peak."""
+    """Return the memory of each group of processes, at its peak."""
     parts = [by_column(use.at_peak) for use in needs.uses]
     columns = [name for name in COLUMNS if any(sizes[name] for sizes in parts)]
     rows = tuple(
         (
-            rank_range(pp_rank, needs.width),
+            rank_range(needs.ranks(group)),
             gib(use.peak_bytes),
-            *(gib(parts[pp_rank][name]) for name in columns),
+            *(gib(parts[group][name]) for name in columns),
             use.moment.described(needs.simulation.first_layers),
         )
-        for pp_rank, use in enumerate(needs.uses)
+        for group, use in enumerate(needs.uses)
     )
     return Table("Memory of a process at its peak, in GiB", ("ranks", "peak", *columns, "when"), rows)
 
 
 def messages_table(needs: Needs) -> Table:
-    """Return the messages of the first process of each pp rank; like neighbors are left out."""
+    """Return the messages of each group of processes; like neighbors are left out."""
     rows = tuple(
-        (rank_range(pp_rank, needs.width), axis, name, f"{number:,}", gib(size))
-        for pp_rank in distinct(needs.totals)
-        for (axis, name), (number, size) in needs.totals[pp_rank].messages.items()
+        (rank_range(needs.ranks(group)), axis, name, f"{number:,}", gib(size))
+        for group in distinct(needs.totals)
+        for (axis, name), (number, size) in needs.totals[group].messages.items()
     )
     return Table("Messages of a process in a step", ("ranks", "axis", "operator", "number", "GiB"), rows)
 
 
 def work_table(needs: Needs) -> Table:
-    """Return the work of the first process of each pp rank; like neighbors are left out."""
+    """Return the work of each group of processes; like neighbors are left out."""
     rows = tuple(
-        (rank_range(pp_rank, needs.width), f"{needs.totals[pp_rank].flops / 1e12:,.3f}")
-        for pp_rank in distinct(needs.totals)
+        (rank_range(needs.ranks(group)), f"{needs.totals[group].flops / 1e12:,.3f}") for group in distinct(needs.totals)
     )
     return Table("Work of a process in a step", ("ranks", "TFLOP"), rows)
 
@@ -74,5 +73,5 @@ def axes_table(time: StepTime) -> Table:
 
 
 def distinct(totals: Sequence[Totals]) -> list[int]:
-    """Return the pp ranks whose totals differ from those of the rank before."""
-    return [rank for rank, total in enumerate(totals) if rank == 0 or total != totals[rank - 1]]
+    """Return the groups of processes whose totals differ from those of the group before."""
+    return [group for group, total in enumerate(totals) if group == 0 or total != totals[group - 1]]

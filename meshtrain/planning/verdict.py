@@ -12,13 +12,11 @@ class Verdict:
     """Whether every process fits.
 
     Attributes:
-        pp_rank: whose processes need the most.
         spare_bytes: that are left there; negative if it does not fit.
         sentence: that says so.
         besides: what was counted besides tensors, in a sentence; empty if nothing was.
     """
 
-    pp_rank: int
     spare_bytes: int
     sentence: str
     besides: str
@@ -31,17 +29,16 @@ class Verdict:
 
 def verdict(needs: Needs, machine: Machine) -> Verdict:
     """Return whether every process fits."""
-    pp_rank = needs.fullest
-    use = needs.uses[pp_rank]
+    use, ranks = needs.uses[needs.fullest], needs.ranks(needs.fullest)
     spare = machine.memory_bytes - machine.with_fragmentation(use.peak_bytes)
-    who = f"{ranks_named(pp_rank, needs.width)} {'needs' if needs.width == 1 else 'need'}"
+    who = f"{ranks_named(ranks)} {'needs' if len(ranks) == 1 else 'need'}"
     if spare >= 0:
         sentence = f"It fits {machine.name}: {who} the most, and {gib(spare)} GiB are left."
     else:
         role, size = max(use.at_peak.items(), key=lambda item: item[1])
         sentence = f"It does not fit {machine.name}: {who} {gib(-spare)} GiB more. The largest part is {role}, "
         sentence += f"{gib(size)} GiB."
-    return Verdict(pp_rank, spare, sentence, _besides(machine))
+    return Verdict(spare, sentence, _besides(machine))
 
 
 def _besides(machine: Machine) -> str:

@@ -55,7 +55,7 @@ def predict(resolved: ResolvedRun, machine: Machine) -> Prediction:
         is_cpu=machine.is_cpu,
         world_size=world_size,
         limit_bytes=machine.memory_bytes,
-        peak_bytes=tuple(use.peak_bytes for use in needs.uses),
+        peak_bytes=needs.peaks_of_pp_ranks(),
         fits=found.fits,
         verdict=f"{found.sentence} {found.besides}".rstrip(),
         step_seconds=None if time is None else time.seconds,

@@ -30,6 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "head_dim": 32},
     "mixtral": {**_LLAMA, "intermediate_size": 352, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# Sizes that no number of processes divides, and three heads.
+UNEVEN = {
+    **_LLAMA,
+    "vocab_size": 8001,
+    "hidden_size": 246,
+    "intermediate_size": 702,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
 _DEEP = {**_LLAMA, "num_hidden_layers": 7}
 # Models with so many layers that a simulation leaves some out.
 DEEP_MODELS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from meshtrain import cli
 from meshtrain.planning.machine import GIB, find_machine, shipped_machines
 from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
 from tests.planning.cases import PLANS, make_run
-from tests.planning.files import MACHINE, write_machine, write_run
+from tests.planning.files import MACHINE, RUN, write_machine, write_run
 from tests.ranks import run_on_ranks
 
 
@@ -24,6 +24,16 @@ def test_needs_are_shown_without_data_and_weights(run_file: str, capsys: pytest.
     assert "backward of microbatch" in shown
     assert "It fits h100-80gb: rank 0 needs the most" in shown
     assert "Assumed, not measured: 2 GiB for CUDA and NCCL" in shown
+
+
+def test_processes_that_hold_less_are_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uneven = RUN.replace("pp = 2", "dp_shard = 4").replace("vocab_size = 8000", "vocab_size = 8001")
+    file = write_run(tmp_path, uneven)
+    assert cli._exit_code(["plan", file, "--gpu", "h100-80gb", "--world-size", "4"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[0] for line in shown.split("at its peak")[1].splitlines() if "backward of microbatch" in line]
+    assert rows == ["0-2", "3"]
+    assert "It fits h100-80gb: ranks 0-2 need the most" in shown
 
 
 def test_change_that_makes_a_run_fit_is_named(

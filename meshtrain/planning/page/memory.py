@@ -9,12 +9,12 @@ from meshtrain.planning.tables import by_column
 
 
 def memory_bars(sizing: Sizing) -> tuple[MemoryBar, ...]:
-    """Return the memory of the first process of each pp rank at its peak, and what comes on top."""
+    """Return the memory of each group of processes at its peak, and what comes on top."""
     needs, machine = sizing.needs, sizing.machine
     reserved = int(machine.config.reserved_gib * GIB)
     return tuple(
         MemoryBar(
-            ranks_named(pp_rank, needs.width),
+            ranks_named(needs.ranks(group)),
             {
                 **by_column(use.at_peak),
                 "reserved": reserved,
@@ -22,7 +22,7 @@ def memory_bars(sizing: Sizing) -> tuple[MemoryBar, ...]:
             },
             use.moment.described(needs.simulation.first_layers),
         )
-        for pp_rank, use in enumerate(needs.uses)
+        for group, use in enumerate(needs.uses)
     )
 
 
@@ -37,8 +37,8 @@ def worst_curve(sizing: Sizing) -> MemoryCurve:
     time = needs.time
     return memory_curve(
         sizing.fullest_name,
-        needs.simulation.profiles[needs.fullest],
-        None if time is None else time.replay.timeline.lanes[needs.fullest],
+        needs.simulation.groups[needs.fullest].profile,
+        None if time is None else time.replay.timeline.lanes[needs.pp_rank(needs.fullest)],
         needs.simulation.first_layers,
         seconds=0.0 if time is None else time.seconds,
         offloads=needs.offloads,

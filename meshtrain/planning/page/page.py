@@ -106,9 +106,9 @@ def _messages(sizing: Sizing) -> Iterator[Html]:
     if needs.time is not None and needs.time.replay.axes:
         yield figure(partial(draw_stacked_bars, message_seconds(needs.time)), note=SECONDS_NOTE)
         yield shown_table(axes_table(needs.time))
-    pp_rank, rows = most_messages(needs)
+    group, rows = most_messages(needs)
     if rows:
-        title = f"Messages of {ranks_named(pp_rank, needs.width)} in a step"
+        title = f"Messages of {ranks_named(needs.ranks(group))} in a step"
         yield figure(partial(draw_messages, rows, title=title))
         yield shown_table(messages_table(needs))
     yield shown_table(work_table(needs))

@@ -21,10 +21,10 @@ def message_seconds(time: StepTime) -> StackedBars:
 
 
 def most_messages(needs: Needs) -> tuple[int, tuple[Messages, ...]]:
-    """Return the pp rank that sends the most bytes, and its messages, the most bytes first."""
+    """Return the group of processes that sends most, and its messages, the largest first."""
     rows = [
         [Messages(axis, name, number, size) for (axis, name), (number, size) in total.messages.items()]
         for total in needs.totals
     ]
-    pp_rank = max(range(len(rows)), key=lambda index: sum(row.bytes for row in rows[index]))
-    return pp_rank, tuple(sorted(rows[pp_rank], key=lambda row: -row.bytes))
+    group = max(range(len(rows)), key=lambda index: sum(row.bytes for row in rows[index]))
+    return group, tuple(sorted(rows[group], key=lambda row: -row.bytes))

@@ -10,17 +10,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import TensorPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import unfuse
-from meshtrain.parallel.cut.borders import StageRoutes
+from meshtrain.parallel.cut.borders import StageRoutes, Stages
 from meshtrain.parallel.cut.kinds import kinds_of
-from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.cut.probe import Structure, find_layers
 from meshtrain.parallel.cut.stage import find_borders
-from meshtrain.parallel.cut.trace import Trace
+from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
+from meshtrain.parallel.tensor.rules import resolve_rules
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
 from meshtrain.planning.simulation.layers import fewest_layers, likes
+from meshtrain.planning.simulation.processes import Shape
 from meshtrain.planning.simulation.rank import SimulatedRun, build_run_model
 
 # The settings of a plan that name modules.
@@ -38,6 +40,7 @@ class StageOutline:
         kept: those of them that show what all of them do.
         likes: for each layer, the position in `kept` of one that does the same.
         parameters: of each layer.
+        shapes: of its parameters.
         kind: equal for stages that compute the same.
     """
 
@@ -45,6 +48,7 @@ class StageOutline:
     kept: tuple[int, ...]
     likes: tuple[int, ...]
     parameters: tuple[Hashable, ...]
+    shapes: frozenset[Shape]
     kind: tuple[Hashable, ...]
 
     @property
@@ -64,10 +68,12 @@ class Outline:
     Attributes:
         stages: of the pipeline.
         is_stream: whether a stage gets from others only what each layer passes on to the next.
+        heads: of attention, if tp does not divide their numbers.
     """
 
     stages: tuple[StageOutline, ...]
     is_stream: bool
+    heads: Heads | None
 
 
 def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
@@ -90,18 +96,27 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers]))
         for layers in stages
     ]
-    borders, is_stream = _borders(model, run, stages, kept)
+    keep_layers(model, [layer for layers in kept for layer in layers])
+    unfuse(model, run.plan.tensor.fused)
+    structure, routes = _borders(model, run, kept, leaves_out=stages != kept)
+    shapes = _shapes(model, with_layers(run, kept).plan, structure)
+    problem = None if structure is None else stream_problem(structure.trace)
+    if problem is not None and stages != kept:
+        raise LayersNeededError(problem)
+    borders = [_border(index, len(stages), structure, route) for index, route in enumerate(routes)]
     outlines = tuple(
         StageOutline(
             layers,
             few,
             tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few])) if layers else (),
             tuple(parameters[it] for it in layers),
+            shape,
             (*border, *(kinds[it] for it in layers)),
         )
-        for layers, few, border in zip(stages, kept, borders, strict=True)
+        for layers, few, shape, border in zip(stages, kept, shapes, borders, strict=True)
     )
-    return Outline(outlines, is_stream)
+    heads = uneven_heads(model.config, run.plan.mesh.tp)
+    return Outline(outlines, structure is not None and problem is None, heads)
 
 
 def with_layers(run: SimulatedRun, stages: Sequence[Sequence[int]]) -> SimulatedRun:
@@ -155,35 +170,38 @@ def _parameters(layer: nn.Module) -> Hashable:
 
 
 def _borders(
-    model: PreTrainedModel, run: SimulatedRun, stages: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
-) -> tuple[list[tuple[Hashable, ...]], bool]:
-    """Return what each stage has besides its layers, and whether these are a stream.
+    model: PreTrainedModel, run: SimulatedRun, stages: Sequence[Sequence[int]], *, leaves_out: bool
+) -> tuple[Structure | None, list[StageRoutes]]:
+    """Return the structure of a model and the routes of its stages.
 
-    The model is changed.
+    The structure of a model in one piece is needed only if layers are left out.
     """
-    leaves_out = [*stages] != [*kept]
     if len(stages) == 1 and not leaves_out:
-        return [()], False
-    keep_layers(model, [layer for layers in kept for layer in layers])
-    unfuse(model, run.plan.tensor.fused)
+        return None, [StageRoutes()]
+    numbers = [len(layers) for layers in stages]
     try:
-        structure, routes = find_borders(
-            model, [len(layers) for layers in kept], getattr(torch, run.plan.precision.compute)
-        )
+        return find_borders(model, numbers, getattr(torch, run.plan.precision.compute))
     except ModelError as error:
         if leaves_out:
             raise LayersNeededError(f"its passes are not known: {error}") from error
         raise
-    problem = stream_problem(structure.trace)
-    if leaves_out and problem is not None:
-        raise LayersNeededError(problem)
-    borders = [
-        (index == 0, index == len(stages) - 1, len(route.received), *_own_parts(structure.trace, route))
-        for index, route in enumerate(routes)
-    ]
-    return borders, problem is None
 
 
-def _own_parts(trace: Trace, route: StageRoutes) -> list[str]:
-    """Return the names of the parts of a stage besides its layers."""
-    return [trace.calls[number].name for number in sorted(route.own) if trace.calls[number].layer is None]
+def _border(index: int, num_stages: int, structure: Structure | None, route: StageRoutes) -> tuple[Hashable, ...]:
+    """Return what a stage has besides its layers."""
+    calls = [] if structure is None else [structure.trace.calls[number] for number in sorted(route.own)]
+    parts = [call.name for call in calls if call.layer is None]
+    return index == 0, index == num_stages - 1, len(route.received), *parts
+
+
+def _shapes(model: PreTrainedModel, plan: ParallelPlan, structure: Structure | None) -> list[frozenset[Shape]]:
+    """Return the shapes of the parameters of each stage."""
+    dims = resolve_rules(model, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
+    numbers = plan.pipeline.layers_per_stage
+    assert isinstance(numbers, list), "the plan is not resolved"
+    stages = None if structure is None else Stages(structure.trace, numbers, structure.layers_name)
+    found: list[set[Shape]] = [set() for _ in numbers]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        index = 0 if stages is None else stages.of_parameter(name)
+        found[index].add(Shape(tuple(parameter.shape), dims.get(name)))
+    return [*map(frozenset, found)]

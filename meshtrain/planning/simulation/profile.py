@@ -80,7 +80,13 @@ class RankProfile:
 
     def work(self) -> Counter[Work]:
         """Return how often each kind of operator runs in the step."""
-        return self.between_stages + total_work(work for action in self.actions for work in action.work)
+        # The passes of most microbatches share what they do.
+        times = Counter(id(action.work) for action in self.actions)
+        total = Counter(self.between_stages)
+        for items in {id(action.work): action.work for action in self.actions}.values():
+            for work, number in total_work(items).items():
+                total[work] += number * times[id(items)]
+        return total
 
     def with_passes(self, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> "RankProfile":
         """Return the step of a process with like stages, and with another number of microbatches.

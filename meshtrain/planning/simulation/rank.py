@@ -24,7 +24,7 @@ from meshtrain.compat.fake import (
     tensors_of,
     votes_skipped,
 )
-from meshtrain.compat.fsdp import before_reduction, gathered_parameters, unreduced_gradients
+from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
 from meshtrain.config.mesh import AXES, PP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
@@ -265,6 +265,7 @@ def _record(
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
         stack.enter_context(votes_skipped())
+        stack.enter_context(padded_once())
         if run.on_gpus:
             stack.enter_context(attention_as_on_gpus())
         stack.enter_context(propagation_marked(recorder.hide))

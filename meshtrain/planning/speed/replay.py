@@ -114,6 +114,7 @@ class _Rank:
         self.clock, self.spans = clock, list[Span]()
         self._before, self._passes, self._behind = profile.parts()
         self._program, self._next = program, 0
+        self._stages = {it.stage for it in self._passes}
 
     @property
     def is_done(self) -> bool:
@@ -154,14 +155,11 @@ class _Rank:
             until, seconds = found
             if until > self.clock.now:
                 self.clock.add_message("pp", 0, 0.0).exposed_seconds += min(seconds, until - self.clock.now)
-            is_send = all(it.stage in self._stages() for it in instruction.messages)
+            is_send = all(it.stage in self._stages for it in instruction.messages)
             self._add("send" if is_send else "wait", until, None)
         else:
             network.post(instruction.do, instruction.messages, self.clock)
         return True
-
-    def _stages(self) -> set[int]:
-        return {it.stage for it in self._passes}
 
     def _run(self, kind: Kind, actions: Sequence[ActionProfile], of: Pass | None = None) -> None:
         begin = self.clock.now

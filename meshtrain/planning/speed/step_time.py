@@ -50,7 +50,7 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
     number = num_microbatches(plan, batch)
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     width = plan.mesh.world_size // plan.mesh.pp
-    names = [ranks_named(pp_rank, width) for pp_rank in range(plan.mesh.pp)]
+    names = [ranks_named(range(first, first + width)) for first in range(0, plan.mesh.world_size, width)]
     programs = _programs(plan.pipeline.schedule, owners, number)
     replayed = replay(simulation.profiles, programs, _border_bytes(resolved), rates, names)
     tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
