@@ -24,18 +24,25 @@ from meshtrain.training.step import train_step
 
 STEP, STEPS = "measured step", 3
 PAUSE = 0.01
-MESSAGES = ("c10d", "_c10d_functional", "fsdp")
+MESSAGES = ("c10d", "_c10d_functional")
+BETWEEN_TWO = ("send", "recv_")
 
 
 class _Patience(OperatorMode):
-    """Waits around each message, until gloo's threads have let go of its tensors."""
+    """Waits for each message, and for gloo's threads to let go of its tensors.
+
+    A process that sends waits for nothing: the other one may have to receive something first.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in MESSAGES:
-            time.sleep(PAUSE)
+        if func.namespace not in MESSAGES:
+            return func(*args, **(kwargs or {}))
+        time.sleep(PAUSE)
         result = func(*args, **(kwargs or {}))
-        if func.namespace in MESSAGES:
-            time.sleep(PAUSE)
+        if func.namespace == "c10d" and func.overloadpacket.__name__ not in BETWEEN_TWO:
+            work = result[-1] if isinstance(result, tuple) else result
+            work.wait()
+        time.sleep(PAUSE)
         return result
 
 
