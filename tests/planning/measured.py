@@ -31,7 +31,7 @@ BETWEEN_TWO = ("send", "recv_")
 class _Patience(OperatorMode):
     """Waits for each message, and for gloo's threads to let go of its tensors.
 
-    A process that sends waits for nothing: the other one may have to receive something first.
+    The profiler counts what these threads free as held for ever. A process that sends waits for nothing: the other one may have to receive something first.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +69,12 @@ def measure(run: SimulatedRun) -> Measured:
     """
     with TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _Patience():
             context, batch = build_real(run, torch.device("cpu"))
             ids = np.arange(run.batch.global_batch_size)
             train_step(context, 0, batch, ids)
             for step in range(1, 1 + STEPS):
-                with _Patience(), record_function(STEP):
+                with record_function(STEP):
                     train_step(context, step, batch, ids)
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
