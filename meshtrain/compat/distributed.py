@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipelining_utils
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,10 +107,16 @@ class StaticStage(PipelineStage):
     the gradients of all parameters, including those of earlier batches. Nothing was inferred here,
     so there is nothing to clean up. The stages also vote whether to infer, and a simulated process
     cannot read the result. And torch allocates the memory for the messages of all microbatches at
-    once; here it is allocated when a message is awaited, and freed after its use.
+    once; here it is allocated when a message is awaited, and freed after its use. Its backward pass
+    leaves parameters gathered, even if the next forward pass of the stage frees them.
     Holds: torch 2.11 to 2.13; the vote is new in 2.13.
+
+    Attributes:
+        frees_gathered: whether each backward pass frees gathered parameters, as `fully_shard` was
+            told.
     """
 
+    frees_gathered = False
     _MODES: Any = getattr(pipelining_utils, "InferenceMode", None)
 
     @property
@@ -164,6 +172,16 @@ class StaticStage(PipelineStage):
             # The schedule keeps all losses, and through their graphs what the stage has received.
             loss.detach_()
         return result
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        if not (self.frees_gathered and isinstance(self.submod, FSDPModule) and backward_type == "full"):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # torch would keep gathered parameters until the next forward pass frees them.
+        self.submod.set_is_last_backward(False)
+        self.submod.set_requires_gradient_sync(False)
+        return stage_backward(*(bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))), None
 
     def _allocate(self, received: Iterable[Any]) -> None:
         for it in received:

@@ -1,5 +1,7 @@
 """The order in which torch's pipeline schedules compute, send and wait."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ _PASSES = {
     _ComputationType.BACKWARD_INPUT: BACKWARD,
     _ComputationType.BACKWARD_WEIGHT: WEIGHTS,
 }
+_GATHERS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
 
 class Pass(NamedTuple):
@@ -86,7 +89,7 @@ class _Stage:
         self.submod = nn.Identity()
 
 
-def pass_orders(schedule: str, owners: list[int], num_microbatches: int) -> list[list[Pass]]:
+def pass_orders(schedule: str, owners: Sequence[int], num_microbatches: int) -> list[list[Pass]]:
     """Return the passes of every process of a pipeline, in order.
 
     Why: only a private attribute of torch's schedules has the order. The one of 1F1B is wrong for
@@ -108,8 +111,10 @@ def pass_orders(schedule: str, owners: list[int], num_microbatches: int) -> list
     return [[it.computed for it in program if it.computed is not None] for program in programs]
 
 
-def instructions(schedule: str, owners: list[int], num_microbatches: int) -> list[list[Instruction]]:
+def instructions(schedule: str, owners: Sequence[int], num_microbatches: int) -> list[list[Instruction]]:
     """Return what every process of a pipeline computes, sends and awaits in a step, in order.
+
+    The last results are kept, because torch takes seconds for long pipelines.
 
     The arguments are those of `pass_orders`.
 
@@ -119,6 +124,11 @@ def instructions(schedule: str, owners: list[int], num_microbatches: int) -> lis
     Raises:
         ValueError: if the schedule refuses this number.
     """
+    return _instructions(schedule, tuple(owners), num_microbatches)
+
+
+@lru_cache(maxsize=4)
+def _instructions(schedule: str, owners: tuple[int, ...], num_microbatches: int) -> list[list[Instruction]]:
     pp = max(owners) + 1
     built = _built(schedule, owners, num_microbatches)
     if built is not None:
@@ -127,7 +137,27 @@ def instructions(schedule: str, owners: list[int], num_microbatches: int) -> lis
     return [make(rank, pp, num_microbatches) for rank in range(pp)]
 
 
-def _built(schedule: str, owners: list[int], num_microbatches: int, *, with_messages: bool = True) -> Any:
+def leave_gathering_to_fsdp(schedule: Any) -> None:
+    """Take the gathers of whole stages out of a schedule, so that FSDP2 gathers each layer itself.
+
+    Why: the schedules of several stages on a process gather whole stages ahead, at most three, and
+    free others, whatever `reshard_after_forward` says. So "never" gathered parameters again and
+    again, and "always" held those of three stages.
+    Holds: torch 2.11 to 2.13.
+
+    Args:
+        schedule: of torch; it is changed if it has several stages on a process.
+    """
+    if not isinstance(schedule, PipelineScheduleMulti):
+        return
+    runtime: Any = schedule
+    for rank, actions in runtime.pipeline_order_with_comms.items():
+        runtime.pipeline_order_with_comms[rank] = [it for it in actions if it.computation_type not in _GATHERS]
+    # The schedule asks whether a stage is gathered before it computes.
+    runtime.unsharded_stages = {stage.stage_index for stage in runtime._stages}
+
+
+def _built(schedule: str, owners: Sequence[int], num_microbatches: int, *, with_messages: bool = True) -> Any:
     """Return torch's schedule if it has several stages on a process, otherwise None.
 
     Args:
@@ -230,7 +260,7 @@ _MESSAGES: dict[_ComputationType, tuple[Literal["send", "receive"], str, int]] =
 }
 
 
-def _lowered(actions: list[_Action | None], owners: list[int]) -> list[Instruction]:
+def _lowered(actions: list[_Action | None], owners: Sequence[int]) -> list[Instruction]:
     """Return the instructions of `_PipelineScheduleRuntime._step_microbatches`."""
     found: list[Instruction] = []
     sent: tuple[Border, ...] = ()

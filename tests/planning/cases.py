@@ -83,6 +83,15 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "pp, ZBV": {"mesh": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}},
     "pp x fsdp": {"mesh": {"pp": 2, "dp_shard": 2}},
+    "pp, interleaved x fsdp": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+    },
+    "pp, interleaved x fsdp, freed": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+        "shard": {"reshard_after_forward": "always"},
+    },
     "pp x tp": {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}},
 }
 

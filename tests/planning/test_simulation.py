@@ -88,6 +88,28 @@ def test_many_microbatches_are_put_together_from_few(schedule: str) -> None:
         assert memory_use(other).peak_bytes == pytest.approx(memory_use(one).peak_bytes, rel=0.01)
 
 
+def compare_two_ranks(run: SimulatedRun) -> None:
+    """Compare the steps of both pp ranks with those of all layers and microbatches."""
+    for pp_rank, together in enumerate(simulate(run).profiles):
+        alone = simulate_rank(run, pp_rank * run.plan.mesh.dp_shard)
+        assert totals_of(together.work()) == totals_of(alone.work())
+        use = memory_use(alone)
+        assert memory_use(together).peak_bytes == pytest.approx(use.peak_bytes, rel=0.02)
+        assert memory_use(together).at_peak[Role.GATHERED] == use.at_peak[Role.GATHERED]
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_gathered_layers_of_several_stages_are_put_together(reshard: str) -> None:
+    plan = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": SCHEDULES["Interleaved1F1B"],
+        "shard": {"reshard_after_forward": reshard},
+    }
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    run = make_run("llama", plan, microbatches=10, values={"num_hidden_layers": 24, **sizes})
+    run_on_ranks(1, compare_two_ranks, run, joins=False, timeout=300)
+
+
 @pytest.mark.parametrize("plan", ["one process", "fsdp"])
 def test_many_microbatches_without_a_pipeline_are_put_together_from_few(plan: str) -> None:
     run = make_run("llama", PLANS[plan], microbatches=7)
