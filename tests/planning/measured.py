@@ -31,7 +31,8 @@ BETWEEN_TWO = ("send", "recv_")
 class _Patience(OperatorMode):
     """Waits for each message, and for gloo's threads to let go of its tensors.
 
-    The profiler counts what these threads free as held for ever. A process that sends waits for nothing: the other one may have to receive something first.
+    The profiler counts what these threads free as held for ever. A process that sends waits for
+    nothing: the other one may have to receive something first.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,6 +12,7 @@ the checks of the model, of recomputation and of rotary frequencies.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,6 +40,7 @@ def resolve_plan(
     world_size: int,
     *,
     known_tensor: TensorPlan | None = None,
+    runs_model: bool = True,
 ) -> ParallelPlan:
     """Return the plan without open settings: no -1, `auto`, `balanced` or `even`.
 
@@ -48,7 +50,9 @@ def resolve_plan(
         batch: shape of the batches.
         world_size: number of processes.
         known_tensor: the tensor rules of a resolved plan with the same `tensor` and `tp`. They are
-            not derived and checked again, which takes longest.
+            not derived again.
+        runs_model: whether to run the model and its stages on meta, to find out whether it can be
+            divided like this. This takes longest.
 
     Raises:
         PlanError: with every contradiction that can be found.
@@ -56,15 +60,19 @@ def resolve_plan(
     mesh = plan.mesh.resolve(world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[Problem] = []
-    checks: list[Check] = [_check_model, check_batch, check_sequence, check_pipeline, _check_recompute, _check_rotary]
-    if known_tensor is not None:
-        plan = plan.model_copy(update={"tensor": known_tensor})
-    else:
-        checks.insert(3, check_tensor)
-        try:
-            plan = with_derived_rules(plan, model)
-        except PlanError as error:
-            problems += error.problems
+    checks: list[Check] = [
+        _check_model,
+        check_batch,
+        check_sequence,
+        *([check_tensor] if runs_model else []),
+        partial(check_pipeline, runs_stages=runs_model),
+        _check_recompute,
+        _check_rotary,
+    ]
+    try:
+        plan = with_derived_rules(plan, model) if known_tensor is None else _with_rules(plan, known_tensor)
+    except PlanError as error:
+        problems += error.problems
     for check in checks:
         problems += check(plan, model, batch)
     if problems:
@@ -81,6 +89,10 @@ def resolve_plan(
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
         }
     )
+
+
+def _with_rules(plan: ParallelPlan, tensor: TensorPlan) -> ParallelPlan:
+    return plan.model_copy(update={"tensor": tensor})
 
 
 def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:

@@ -17,7 +17,9 @@ from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 
 
-def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+def check_pipeline(
+    plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, *, runs_stages: bool = True
+) -> Problems:
     pp, pipeline = plan.mesh.pp, plan.pipeline
     stages = pp * pipeline.stages_per_rank
     yield from _check_schedule(plan, batch)
@@ -32,7 +34,7 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         name, layers = find_layers(model)
         problems = list(_check_counts(pipeline, name, len(layers), stages))
         yield from problems
-        if pp > 1 and not problems:
+        if pp > 1 and runs_stages and not problems:
             sizes = resolve_layers(plan, model, batch)
             check_cut(model, sizes)
             if plan.tensor.sequence_parallel and plan.mesh.tp > 1:

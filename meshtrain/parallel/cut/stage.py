@@ -8,6 +8,7 @@ of the stock model.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -204,11 +205,15 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
     """
     structure = probe_structure(model)
     routes = _routes(structure, layers_per_stage)
+    _, layers = find_layers(model)
+    ends = list(accumulate(layers_per_stage))
     received: Any = ()
     try:
-        for index in range(len(layers_per_stage)):
+        for index, (number, end) in enumerate(zip(layers_per_stage, ends, strict=True)):
+            # Layers of other stages become stubs. Copies of them would take longest.
+            far = {id(layer): layer for layer in [*layers[: end - number], *layers[end:]]}
             with hooks_disabled(model):
-                copied = copy.deepcopy(model)
+                copied = copy.deepcopy(model, far)
             stage = _cut_one(copied, structure, routes[index], layers_per_stage, index)
             received = run_probe(stage, received)
     except MISFITS as error:

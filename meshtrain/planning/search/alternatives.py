@@ -1,6 +1,6 @@
 """The plans that people usually take, and why another one is faster."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from meshtrain.planning.machine import Machine
@@ -20,12 +20,10 @@ def usual_plans(estimates: Mapping[Candidate, Estimate], limit_bytes: float, on_
     """
     found = {}
     for name, belongs in _usual_kinds(on_host).items():
-        ours = {it: estimate for it, estimate in estimates.items() if belongs(it)}
-        fitting = {it: estimate for it, estimate in ours.items() if estimate.peak_bytes <= limit_bytes}
-        if fitting:
-            found[name] = min(fitting, key=lambda it: fitting[it].seconds)
-        elif ours:
-            found[name] = min(ours, key=lambda it: ours[it].peak_bytes)
+        ours = sorted(filter(belongs, estimates), key=lambda it: estimates[it].seconds)
+        fitting = (it for it in ours if estimates[it].peak_bytes <= limit_bytes)
+        if ours:
+            found[name] = next(fitting, None) or min(ours, key=lambda it: estimates[it].peak_bytes)
     return found
 
 
@@ -46,14 +44,16 @@ def other_kinds(usual: Mapping[str, Candidate], winner: Candidate, on_host: int)
     return {name: it for name, it in usual.items() if not kinds[name](winner)}
 
 
-def variants(winner: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """Yield what differs from the winner in one setting that people often ask about."""
+def variants(winner: Candidate) -> dict[str, Candidate]:
+    """Return what differs from the winner in one setting that people often ask about."""
+    found = {}
     if winner.recompute != "none":
-        yield "without recomputation", replace(winner, recompute="none")
+        found["without recomputation"] = replace(winner, recompute="none")
     else:
-        yield "with full recomputation", replace(winner, recompute="full")
+        found["with full recomputation"] = replace(winner, recompute="full")
     if winner.pp > 1 and winner.schedule != "1F1B":
-        yield "with 1F1B", replace(winner, schedule="1F1B", stages_per_rank=1)
+        found["with 1F1B"] = replace(winner, schedule="1F1B", stages_per_rank=1)
+    return found
 
 
 def reason(loser: Found, winner: Found, machine: Machine) -> str:

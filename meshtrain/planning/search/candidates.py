@@ -11,6 +11,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 
 Reshard = Literal["always", "never"]
+Recompute = Literal["none", "selective", "full"]
 # Schedule and stages of a process. GPipe and LoopedBFS hold more activations than their 1F1B
 # counterparts, and are not faster. torch runs the pairs of passes of DualPipeV one after the other,
 # so that ZBVZeroBubble is as fast.
@@ -21,11 +22,9 @@ PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
     ("InterleavedZeroBubble", 2),
     ("ZBVZeroBubble", 2),
 )
-RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MOST_ROWS = 64
-
-
-Kind = tuple[int, bool, str]
+Kind = tuple[int, bool, Recompute]
 """tp, sequence parallel and recomputation: candidates of one kind have the same layers."""
 
 
@@ -40,7 +39,7 @@ class Candidate:
     schedule: ScheduleName
     stages_per_rank: int
     micro_batch_size: int
-    recompute: Literal["none", "selective", "full"]
+    recompute: Recompute
     sequence_parallel: bool
     reshard: Reshard
     offload: Literal["none", "cpu"]

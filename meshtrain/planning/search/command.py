@@ -3,12 +3,13 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from meshtrain import console
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
-from meshtrain.errors import ConfigError, PlanError
+from meshtrain.errors import ConfigError, PlanError, UserError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.names import gib
@@ -25,7 +26,7 @@ from meshtrain.planning.search.ranking import (
 from meshtrain.training.resolve import resolve_run
 
 # How long simulations may begin after the start, for few processes and for many.
-SECONDS, MANY_SECONDS, FEW_PROCESSES = 20.0, 100.0, 64
+SECONDS, MANY_SECONDS, FEW_PROCESSES = 14.0, 95.0, 64
 # Candidates that are simulated before the usual plans.
 FIRST = 6
 # Settings of a plan that a search sets. Those for one process fit every model.
@@ -61,26 +62,44 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
     if not estimates:
         # The model refuses all of them alike.
-        wanted.of_layers(*found[0].kind)
+        wanted.resolved(found[0], runs_model=True)
     best = promising(estimates, limit)
     usual = usual_plans(estimates, limit, _on_host(machine))
-    chosen = list(dict.fromkeys([*best[:FIRST], *usual.values(), *best[FIRST:]]))
+    likely = [*best[:FIRST], *variants(best[0]).values()] if best else []
+    chosen = [it for it in dict.fromkeys([*likely, *usual.values(), *best[FIRST:]]) if it in estimates]
     deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
     simulated = simulate_all(wanted, chosen, deadline)
+    if not simulated:
+        # All of them contradict the run alike.
+        wanted.resolved(chosen[0], runs_model=True)
+    fitting = _without_refused(wanted, [it for it in simulated if it.fits])
     console.line(
         f"Of {len(found):,} plans for {world_size} {gpu}, the {len(simulated)} most promising were simulated in "
         f"{time.monotonic() - begun:.0f} s"
     )
-    if not simulated:
-        # All of them contradict the run alike.
-        wanted.resolved(chosen[0])
-    fitting = [it for it in simulated if it.fits]
     if not fitting:
         _refuse(wanted, simulated)
     _show(fitting[:top], machine)
-    others = other_kinds(usual, fitting[0].candidate, _on_host(machine))
-    _show_losers(wanted, others, simulated, fitting[0], deadline)
+    others = other_kinds(usual, fitting[0].candidate, _on_host(machine)) | variants(fitting[0].candidate)
+    _show_losers(others, simulated, fitting[0], machine)
     _write(wanted, fitting[0], out)
+
+
+def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
+    """Return the plans from the fastest one that passes all checks on.
+
+    Raises:
+        UserError: the contradiction, if there is one in all of them.
+    """
+    for index, found in enumerate(fitting):
+        try:
+            wanted.resolved(found.candidate, runs_model=True)
+        except UserError:
+            if index == len(fitting) - 1:
+                raise
+            continue
+        return [*fitting[index:]]
+    return []
 
 
 def _alone(config: RunConfig) -> RunConfig:
@@ -116,7 +135,7 @@ def _candidates(wanted: Wanted, pinned: Collection[str]) -> list[Candidate]:
     return found
 
 
-def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> None:
+def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> NoReturn:
     """Say that nothing fits, with the plan that needs least.
 
     Raises:
@@ -148,17 +167,12 @@ def _show(found: Sequence[Found], machine: Machine) -> None:
     console.table(f"The fastest plans that fit {machine.name} ({gib(machine.memory_bytes)} GiB)", columns, rows)
 
 
-def _show_losers(
-    wanted: Wanted, usual: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found, deadline: float
-) -> None:
+def _show_losers(others: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found, machine: Machine) -> None:
     """Print why the usual plans, and the winner with another setting, are not first."""
-    others = dict(variants(winner.candidate))
     known = {it.candidate: it for it in simulated}
-    missing = [it for it in others.values() if it not in known]
-    known |= {it.candidate: it for it in simulate_all(wanted, missing, deadline)}
     rows = [
-        (name, it.described(), reason(known[it], winner, wanted.machine))
-        for name, it in {**usual, **others}.items()
+        (name, it.described(), reason(known[it], winner, machine))
+        for name, it in others.items()
         if it in known and it != winner.candidate
     ]
     if rows:

@@ -4,9 +4,9 @@ The numbers of a layer come from simulated steps. A test compares the results wi
 They choose which candidates are simulated, and are never shown.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
@@ -17,12 +17,15 @@ from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
-from meshtrain.planning.search.layers import LayerNeeds, seconds_of
+from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_seconds
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
 
 # More microbatches hold no more activations.
 ROUNDS = 4
+# Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
+# of parameters.
+MORE_ROWS = 4
 # Between its two parts, a backward pass keeps gradients too.
 SPLIT = 1.3
 
@@ -49,12 +52,16 @@ class Estimate:
     """What a candidate needs.
 
     Attributes:
-        peak_bytes: of the fullest process.
         seconds: of a step.
     """
 
-    peak_bytes: float
     seconds: float
+    _peak_bytes: Callable[[], float]
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Return the memory of the fullest process. Most candidates are too slow to ask for it."""
+        return self._peak_bytes()
 
 
 class Estimator:
@@ -64,7 +71,10 @@ class Estimator:
         plan: of the run, for its number formats.
         global_batch_size: in sequences.
         sizes: of the model.
-        needs: (tp, sequence parallel, recomputation) -> what layers need.
+        needs: (tp, sequence parallel, recomputation) -> what layers need for a microbatch of one
+            sequence.
+        more_needs: (tp, sequence parallel) -> one of these keys, and what its layers need for
+            `MORE_ROWS` sequences.
         speed: of the machine.
     """
 
@@ -74,10 +84,11 @@ class Estimator:
         global_batch_size: int,
         sizes: ModelSizes,
         needs: Mapping[Kind, LayerNeeds],
+        more_needs: Mapping[tuple[int, bool], tuple[Kind, LayerNeeds]],
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
-        self._needs, self._speed = needs, speed
+        self._needs, self._more_needs, self._speed = needs, more_needs, speed
         formats = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
         self._has_formats = len(set(formats)) > 1
@@ -94,9 +105,9 @@ class Estimator:
         shape = _shape(candidate.schedule, candidate.pp, candidate.stages_per_rank, self._sizes)
         number = self._batch // (candidate.data_degree * candidate.micro_batch_size)
         return Estimate(
-            # The first one keeps most activations, and the one with the head has the loss.
-            max(self._bytes(candidate, shape, rank, number) for rank in {0, candidate.pp - 1, shape.head_rank}),
             self._seconds(candidate, shape, number),
+            # The first one keeps most activations, and the one with the head has the loss.
+            lambda: max(self._bytes(candidate, shape, rank, number) for rank in {0, candidate.pp - 1, shape.head_rank}),
         )
 
     def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
@@ -129,24 +140,26 @@ class Estimator:
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
 
     def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
-        forward, backward, head = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
+        parts = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
         busy = max(
-            shape.layers[rank] * (forward + backward) + (head if rank == shape.head_rank else 0.0)
+            shape.layers[rank] * (parts.forward + parts.backward) + (parts.head if rank == shape.head_rank else 0.0)
             for rank in range(candidate.pp)
         )
-        total = number * busy + self._bubble(candidate, busy, number)
-        exposed = self._gather_seconds(candidate, number, forward, backward)
+        total = number * busy + max(shape.layers) * parts.reducing + self._bubble(candidate, busy, number)
+        exposed = self._gather_seconds(candidate, number, parts.forward, parts.backward)
         update = self._update_seconds(candidate, max(shape.parameters))
         return total + exposed + update + self._border_seconds(candidate)
 
-    def _part_seconds(self, key: Kind, rows: int) -> tuple[float, float, float]:
-        """Return the seconds of a layer forward and backward, and of the head."""
-        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=key[0]))
-        needs = self._needs[key]
-        number = len(needs.forward_work)
-        forward = sum(seconds_of(work, rows, rates) for work in needs.forward_work) / number
-        backward = sum(seconds_of(work, rows, rates) for work in needs.backward_work) / number
-        return forward, backward, seconds_of(needs.head_work, rows, rates)
+    def _part_seconds(self, kind: Kind, rows: int) -> LayerSeconds:
+        """Return the seconds of parts for a microbatch."""
+        tp, sequence_parallel, _ = kind
+        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
+        known, more = self._more_needs[tp, sequence_parallel]
+        one, other = (astuple(layer_seconds(needs, rates)) for needs in (self._needs[known], more))
+        # What does not grow with the sequences is the work of parameters, whatever is recomputed.
+        alone = [max(0.0, few - (many - few) / (MORE_ROWS - 1)) for few, many in zip(one, other, strict=True)]
+        few = astuple(layer_seconds(self._needs[kind], rates))
+        return LayerSeconds(*(part + rows * max(0.0, it - part) for part, it in zip(alone, few, strict=True)))
 
     def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
         pp, replicate, shard, tp = mesh

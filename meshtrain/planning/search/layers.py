@@ -11,12 +11,14 @@ from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProf
 from meshtrain.planning.simulation.recorder import Role, Work
 from meshtrain.planning.speed.rates import Rates
 
+# The first one, those that are alike, and the last one.
+MICROBATCHES = 3
 _KEPT = [ROLES.index(role) for role in (Role.ACTIVATIONS, Role.LOSS)]
 
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """What parts of a model need for a microbatch of one sequence, on one process of tp.
+    """What parts of a model need for a microbatch, on one process of tp.
 
     Attributes:
         kept_bytes: of each layer, from its forward to its backward pass.
@@ -24,6 +26,7 @@ class LayerNeeds:
         extra_bytes: at most besides what is kept, in the backward pass of a layer.
         forward_work: of each layer.
         backward_work: of each layer, with recomputation.
+        last_work: the same in the last microbatch, where FSDP2 reduces gradients.
         head_work: of the rest, forward and backward.
     """
 
@@ -32,16 +35,18 @@ class LayerNeeds:
     extra_bytes: int
     forward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     backward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
+    last_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     head_work: tuple[Counter[Work] | Work, ...]
 
 
 def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
-    """Return what the layers of a step need, from the second of its microbatches.
+    """Return what the layers of a step need, from the second of its microbatches and the last one.
 
     Args:
-        profile: of a process that holds the whole model, with two microbatches or more.
+        profile: of a process that holds the whole model, with three microbatches.
         num_layers: of the model.
     """
+    last = [action for action in profile.actions if action.microbatch == MICROBATCHES - 1 and action.phase == BACKWARD]
     actions = [action for action in profile.actions if action.microbatch == 1]
     forward = [action for action in actions if action.phase == FORWARD]
     backward = [action for action in actions if action.phase == BACKWARD]
@@ -56,6 +61,7 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
         extra_bytes=max(_rise(action) for action in backward if action.place in inner),
         forward_work=tuple(_work(forward, it) for it in layers),
         backward_work=tuple(_work(backward, it) for it in layers),
+        last_work=tuple(_work(last, it) for it in layers),
         head_work=tuple(work for action in rest for work in action.work),
     )
 
@@ -74,19 +80,31 @@ def _work(actions: Sequence[ActionProfile], place: int) -> tuple[Counter[Work] |
     return tuple(work for action in actions if action.place == place for work in action.work)
 
 
-def seconds_of(work: Sequence[Counter[Work] | Work], rows: int, rates: Rates) -> float:
-    """Return the seconds of work for a microbatch of some sequences.
+@dataclass(frozen=True)
+class LayerSeconds:
+    """How long parts of a model take for a microbatch.
 
-    Operations, bytes and messages grow in proportion to the sequences.
+    Attributes:
+        forward: of a layer, on average.
+        backward: of a layer, with recomputation.
+        reducing: of a layer once in a step, besides messages.
+        head: of the rest, forward and backward.
     """
-    total = 0.0
-    for item in work:
-        if isinstance(item, Work):
-            total += rates.message_seconds(item._replace(num_bytes=item.num_bytes * rows))
-        else:
-            scaled = {
-                kind._replace(flops=kind.flops * rows, num_bytes=kind.num_bytes * rows): number
-                for kind, number in item.items()
-            }
-            total += rates.compute_seconds(Counter(scaled))
-    return total
+
+    forward: float
+    backward: float
+    reducing: float
+    head: float
+
+
+def layer_seconds(needs: LayerNeeds, rates: Rates) -> LayerSeconds:
+    """Return how long the layers and the head take for a microbatch."""
+    forward, backward, last = (
+        sum(_seconds(work, rates) for work in works) / len(works)
+        for works in (needs.forward_work, needs.backward_work, needs.last_work)
+    )
+    return LayerSeconds(forward, backward, max(0.0, last - backward), _seconds(needs.head_work, rates))
+
+
+def _seconds(work: Sequence[Counter[Work] | Work], rates: Rates) -> float:
+    return sum(rates.message_seconds(item) if isinstance(item, Work) else rates.compute_seconds(item) for item in work)

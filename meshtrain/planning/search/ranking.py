@@ -1,5 +1,6 @@
 """The best candidates, simulated."""
 
+import gc
 import math
 import os
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.data.tokens.workers import num_cores
@@ -21,8 +22,8 @@ from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs, simulated_run
 from meshtrain.planning.search.candidates import Candidate, Kind
-from meshtrain.planning.search.estimate import Estimate, Estimator, ModelSizes
-from meshtrain.planning.search.layers import LayerNeeds, layer_needs
+from meshtrain.planning.search.estimate import MORE_ROWS, Estimate, Estimator, ModelSizes
+from meshtrain.planning.search.layers import MICROBATCHES, LayerNeeds, layer_needs
 from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.speed.step_time import StepTime
@@ -72,45 +73,47 @@ class Wanted:
     world_size: int
     tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
 
-    def resolved(self, candidate: Candidate) -> ResolvedRun:
+    def resolved(self, candidate: Candidate, *, runs_model: bool = False) -> ResolvedRun:
         """Return the run with the plan of a candidate.
+
+        Args:
+            candidate: its settings.
+            runs_model: whether to run the model on meta, as `meshtrain check` does.
 
         Raises:
             UserError: if the plan contradicts the model or the batches.
         """
-        plan = candidate.plan(self.config.plan)
-        rows = candidate.micro_batch_size
-        config = self.config.model_copy(update={"plan": plan, "micro_batch_size": rows})
-        batch = self.config.global_batch_size
-        return self._with(config, candidate.plan(self.base.plan), batch, self.world_size, candidate.kind)
+        plan, rows = candidate.plan(self.base.plan), candidate.micro_batch_size
+        # A plan that is written has the settings of the user, without those of the model's family.
+        config = self.config.model_copy(update={"plan": candidate.plan(self.config.plan), "micro_batch_size": rows})
+        length = self.base.batch.sequence_length
+        batch = BatchShape(self.config.global_batch_size, rows, length, self.base.batch.width_multiple)
+        plan = resolve_plan(
+            plan,
+            self.base.model,
+            batch,
+            self.world_size,
+            known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
+            runs_model=runs_model,
+        )
+        return replace(self.base, config=config, plan=plan, batch=batch)
 
-    def of_layers(self, tp: int, sequence_parallel: bool, recompute: str) -> SimulatedRun:
-        """Return a step of two microbatches of one sequence on one stage, to look at its layers.
+    def of_layers(self, kind: Kind, rows: int) -> SimulatedRun:
+        """Return a step on one stage, to look at its layers.
+
+        Args:
+            kind: tp, sequence parallel and recomputation.
+            rows: sequences of a microbatch.
 
         Raises:
             UserError: if the model refuses such a plan.
         """
-        plan = self.base.plan
-        plan = plan.model_copy(
-            update={
-                "mesh": plan.mesh.model_copy(update={"tp": tp}),
-                "tensor": plan.tensor.model_copy(update={"sequence_parallel": sequence_parallel}),
-                "recompute": plan.recompute.model_copy(update={"mode": recompute}),
-            }
-        )
-        config = self.config.model_copy(update={"plan": plan, "micro_batch_size": 1, "global_batch_size": 2})
-        kind = tp, sequence_parallel, recompute
-        resolved = self._with(config, plan, 2, tp, kind)
+        tp, sequence_parallel, recompute = kind
+        candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
+        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows})
+        resolved = replace(self, config=config, world_size=tp).resolved(candidate)
         self.tensors[kind[:2]] = resolved.plan.tensor
         return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
-
-    def _with(
-        self, config: RunConfig, plan: ParallelPlan, global_batch_size: int, world_size: int, kind: Kind
-    ) -> ResolvedRun:
-        length = self.base.batch.sequence_length
-        batch = BatchShape(global_batch_size, config.micro_batch_size, length, self.base.batch.width_multiple)
-        plan = resolve_plan(plan, self.base.model, batch, world_size, known_tensor=self.tensors.get(kind[:2]))
-        return replace(self.base, config=config, plan=plan, batch=batch)
 
 
 def model_sizes(base: ResolvedRun) -> ModelSizes:
@@ -135,25 +138,50 @@ def build_estimator(wanted: Wanted, kinds: Sequence[Kind]) -> Estimator:
     """Return an estimator that knows the layers of some kinds of candidates.
 
     Args:
-        wanted: the run.
+        wanted: the run. It then knows the tensor rules of these kinds.
         kinds: tp, sequence parallel and recomputation. Those that the model refuses are left out.
             Without sequence parallelism more memory is needed for the same seconds, so that is left
             out where the model allows it.
     """
-    runs: dict[Kind, SimulatedRun] = {}
-    for kind in sorted(kinds, key=lambda kind: not kind[1]):
-        if (kind[0], True, kind[2]) in runs:
+    degrees = sorted({tp for tp, _, _ in kinds})
+    sizes, speed = model_sizes(wanted.base), wanted.machine.config.speed
+    assert speed is not None
+    needs: dict[Kind, LayerNeeds] = {}
+    more: dict[tuple[int, bool], tuple[Kind, LayerNeeds]] = {}
+    for found in _on_all_cores(_needs_of_kinds, degrees, wanted, kinds, len(sizes.layers)):
+        needs |= found.needs
+        more |= found.more_needs
+        wanted.tensors.update(found.tensors)
+    return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, more, speed)
+
+
+@dataclass(frozen=True)
+class _KindNeeds:
+    """What layers need with one degree of tp, as in `Estimator`, and the tensor rules."""
+
+    needs: dict[Kind, LayerNeeds]
+    more_needs: dict[tuple[int, bool], tuple[Kind, LayerNeeds]]
+    tensors: dict[tuple[int, bool], TensorPlan]
+
+
+def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Sequence[Kind], num_layers: int) -> _KindNeeds:
+    found = _KindNeeds({}, {}, wanted.tensors)
+
+    def needs_of(kind: Kind, rows: int) -> LayerNeeds:
+        return layer_needs(simulate(wanted.of_layers(kind, rows)).profiles[0], num_layers)
+
+    # Without recomputation, less of the work of a layer is that of the parameters alone.
+    for kind in sorted((it for it in kinds if it[0] == tp), key=lambda it: (not it[1], it[2] != "none")):
+        if (tp, True, kind[2]) in found.needs:
             continue
         try:
-            runs[kind] = wanted.of_layers(*kind)
+            found.needs[kind] = needs_of(kind, 1)
         except UserError:
             # Such a plan contradicts the model.
             continue
-    sizes, speed = model_sizes(wanted.base), wanted.machine.config.speed
-    assert speed is not None
-    found = _on_all_cores(_layer_needs, list(runs.values()), len(sizes.layers))
-    needs: dict[Kind, LayerNeeds] = dict(zip(runs, found, strict=True))
-    return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, speed)
+        if kind[:2] not in found.more_needs:
+            found.more_needs[kind[:2]] = kind, needs_of(kind, MORE_ROWS)
+    return found
 
 
 def kinds_of(found: Sequence[Candidate]) -> list[Kind]:
@@ -167,14 +195,22 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
     There are not too many of one mesh, nor of schedules with separate weight gradients: all layers
     of their stages are simulated, which takes long. These come last.
     """
-    fitting = [it for it, estimate in estimates.items() if estimate.peak_bytes <= limit_bytes * MARGIN]
     chosen: list[Candidate] = []
+    doubtful: list[Candidate] = []
     kinds: Counter[object] = Counter()
-    for candidate in sorted(fitting, key=lambda it: (estimates[it].peak_bytes > limit_bytes, estimates[it].seconds)):
+    for candidate in sorted(estimates, key=lambda it: estimates[it].seconds):
         is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
-        if len(chosen) < SIMULATED and kinds[candidate.mesh] < FEW and not (is_split and kinds["split"] == MOST_SPLIT):
-            chosen.append(candidate)
-            kinds.update([candidate.mesh, *(["split"] if is_split else [])])
+        if kinds[candidate.mesh] == FEW or (is_split and kinds["split"] == MOST_SPLIT):
+            continue
+        if estimates[candidate].peak_bytes > limit_bytes:
+            if estimates[candidate].peak_bytes <= limit_bytes * MARGIN and len(doubtful) < SIMULATED:
+                doubtful.append(candidate)
+            continue
+        chosen.append(candidate)
+        kinds.update([candidate.mesh, *(["split"] if is_split else [])])
+        if len(chosen) == SIMULATED:
+            break
+    chosen += doubtful[: SIMULATED - len(chosen)]
     return sorted(chosen, key=lambda it: it.pp > 1 and SCHEDULES[it.schedule].splits_backward)
 
 
@@ -190,17 +226,12 @@ def simulate_all(wanted: Wanted, candidates: Sequence[Candidate], deadline: floa
     return sorted((it for it in found if it is not None), key=lambda it: it.time.seconds)
 
 
-def _layer_needs(run: SimulatedRun, num_layers: int) -> LayerNeeds:
-    return layer_needs(simulate(run).profiles[0], num_layers)
-
-
 def _simulated(candidate: Candidate, wanted: Wanted) -> Found | None:
     """Return a simulated candidate; None if it contradicts the run."""
     try:
-        resolved = wanted.resolved(candidate)
+        needs = find_needs(wanted.resolved(candidate), wanted.machine)
     except UserError:
         return None
-    needs = find_needs(resolved, wanted.machine)
     use = max(needs.uses, key=lambda use: use.peak_bytes)
     assert needs.time is not None
     fits = wanted.machine.with_fragmentation(use.peak_bytes) <= wanted.machine.memory_bytes
@@ -232,6 +263,8 @@ def _share(
 ) -> list[tuple[int, Result]]:
     """Compute this worker's share of the values."""
     found: list[tuple[int, Result]] = []
+    # What was imported stays, and need not be looked through again and again.
+    gc.freeze()
     for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
         if found and time.monotonic() > deadline:
             break

@@ -18,6 +18,7 @@ from meshtrain.compat.fake import (
     LOOKUPS,
     MESSAGES,
     QUERIES,
+    UNTOUCHING,
     WAITS,
     flops_of,
     group_name_of,
@@ -200,7 +201,7 @@ class Recorder(OperatorMode):
         elif not func.is_view:
             # A lookup reads as much as it returns, and not the whole table.
             read = sum(map(_size, results if name in LOOKUPS else given))
-            moved = read + sum(map(_size, results))
+            moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
             flops = flops_of(func, args, kwargs, result)
             first = given or results
             self.count(Work(name, first[0].dtype if first else None, flops, moved, None), func, args, kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, MeshPlan
+from meshtrain.config.mesh import AXES, DP_SHARD, MeshPlan
 from meshtrain.planning.simulation.recorder import Work
 
 GB, TERA = 1e9, 1e12
@@ -55,7 +55,7 @@ class Rates:
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
         seconds = group.ring_seconds(name, num_bytes)
-        if self._on_host and name in ("all_gather", "reduce_scatter"):
+        if self._on_host and message.axis == DP_SHARD and name in ("all_gather", "reduce_scatter"):
             # Each process copies its part from host memory before, or to it afterwards.
             seconds += num_bytes / group.size / (self._speed.host_link_gb_per_second * GB)
         return seconds
