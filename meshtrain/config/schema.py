@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
@@ -131,6 +132,9 @@ def _forms(form: Schema, found: Any) -> list[str]:
         return []
     if "enum" in form:
         return [repr(word) for word in form["enum"]]
+    if "prefixItems" in form:
+        first, _ = form["prefixItems"]
+        return [f"a pair of {_plural(expectation(first))}"]
     if form.get("type") == "array":
         few = "one or more " if form.get("minItems") else ""
         entries = found if isinstance(found, list) else []
@@ -157,4 +161,4 @@ def _number(limit: float) -> str:
 
 
 def _plural(expected: str) -> str:
-    return expected.removeprefix("a ").replace("number", "numbers").replace("string", "strings")
+    return re.sub(r"\b(pair|number|string)\b", r"\1s", expected.removeprefix("a "), count=1)

@@ -4,8 +4,33 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.errors import ConfigError
 from meshtrain.planning.machine import CPU_GRANULARITY, find_machine, machine_of_device, shipped_machines
 from tests.profiling.test_prediction import SPEED, machine_file
+
+
+@pytest.mark.parametrize(
+    ("found", "changed", "message"),
+    [
+        (
+            "memory_gib",
+            'measured = ["speed.peak_flops"]\nmemory_gib',
+            "'speed.peak_flops' is not a constant of the file",
+        ),
+        ("[speed]", '[sources]\npeak_tflops = "x"\n[speed]', "'peak_tflops' is not a constant of the file"),
+        ("[[1e6, 10]]", "[[1e6, 10], [1e5, 20]]", "expected ascending sizes, found 100000 after 1e+06"),
+        ("[[1e6, 10]]", "[]", "expected a list of one or more pairs of numbers above 0, found []"),
+        ("[[1e6, 10]]", "[[1e6, -10]]", "pairs of numbers above 0, found [[1000000.0, -10]]"),
+        ("gb_per_second = 1,", "gb_per_second = -1,", "speed.within_host.gb_per_second"),
+        ("operator_seconds = 1.0\n", "", "speed.operator_seconds: missing"),
+    ],
+)
+def test_description_with_a_mistake_is_refused(found: str, changed: str, message: str, tmp_path: Path) -> None:
+    path = Path(machine_file(tmp_path))
+    path.write_text(path.read_text().replace(found, changed, 1))
+    with pytest.raises(ConfigError) as error:
+        find_machine(str(path), 2)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

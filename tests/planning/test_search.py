@@ -10,11 +10,12 @@ import pytest
 from meshtrain import cli
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import load_run
+from meshtrain.data.tokens.workers import num_cores
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
 from meshtrain.planning.search.candidates import Candidate, candidates
-from meshtrain.planning.search.command import _alone
-from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of
+from meshtrain.planning.search.command import alone
+from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of, simulate_all
 from meshtrain.training.resolve import resolve_run
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
@@ -73,6 +74,10 @@ def test_fastest_plans_are_shown_and_the_first_is_written(run_file: str, capsys:
         (["plan.mesh.pp=16"], "16"),
         (["micro_batch_size=64"], "global_batch_size = 32 is not a multiple of"),
         (["plan.mesh.ttp=2"], "did you mean 'tp'?"),
+        (
+            ["plan.mesh.pp=4", "plan.pipeline.schedule='GPipe'", "micro_batch_size=32"],
+            "no plan for 4 processes has the settings micro_batch_size, plan.mesh.pp, plan.pipeline.schedule",
+        ),
         (["--out", "nowhere/plan.toml"], "--out: nowhere is not a directory"),
     ],
 )
@@ -83,6 +88,20 @@ def test_contradictions_are_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "Traceback" not in error
+
+
+def test_as_many_plans_are_shown_as_asked_for(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pinned = ["plan.mesh.pp=1", "plan.mesh.tp=1", "micro_batch_size=1"]
+    assert search(run_file, *pinned, "--top", "2") == 0
+    shown = capsys.readouterr().out
+    table = shown.split("Why the others lose")[0].splitlines()
+    assert [line.split()[0] for line in table if line[:1].isdigit()] == ["1", "2"]
+
+
+def test_no_plan_is_simulated_after_the_deadline_but_one_on_each_core(run_file: str) -> None:
+    config = config_of(run_file)
+    wanted = Wanted(config, resolve_run(alone(config), 1), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    assert len(simulate_all(wanted, CASES, deadline=0.0)) == min(num_cores(), len(CASES))
 
 
 def test_machine_without_speed_is_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +172,7 @@ CASES = [
 def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     shipped: Machine = find_machine("h100-80gb", PROCESSES)
     config = config_of(run_file)
-    wanted = Wanted(config, resolve_run(_alone(config), 1), shipped, PROCESSES)
+    wanted = Wanted(config, resolve_run(alone(config), 1), shipped, PROCESSES)
     estimator = build_estimator(wanted, kinds_of(CASES))
     for case in CASES:
         estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), shipped)

@@ -56,7 +56,7 @@ _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What is measured.
 
     Attributes:
@@ -81,20 +81,20 @@ def calibrate(file: Path, config: RunConfig | None) -> None:
         UserError: for a contradiction in the run.
     """
     check_devices()
-    plan = _plan(config)
+    workload = _workload(config)
     with process_group() as device:
-        console.line(f"Measuring {len(plan.calls)} operators and the messages of {dist.get_world_size()} processes")
-        machine = _measure(plan, device)
+        console.line(f"Measuring {len(workload.calls)} operators and the messages of {dist.get_world_size()} processes")
+        machine = _measure(workload, device)
         if is_first_rank():
             write_atomically(file, f"# Written by meshtrain calibrate.\n{dump_toml(machine)}")
     console.line(f"Wrote {file}")
 
 
-def _plan(config: RunConfig | None) -> Plan:
+def _workload(config: RunConfig | None) -> Workload:
     runs = [_of_run(config, size) for size in (1, config.micro_batch_size)] if config is not None else _small_runs()
     tiny = _simulated({"type": "llama", "config": _TINY}, 1, 16, {"dp_replicate": world_size_from_environment()})
     profile = simulate_rank(tiny, 0)
-    return Plan(record_calls([tiny, *runs]), tiny, profile.work())
+    return Workload(record_calls([tiny, *runs]), tiny, profile.work())
 
 
 def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
@@ -131,9 +131,9 @@ def _simulated(
     return simulated_run(resolve_run(config, mesh.get("dp_replicate", 1)), on_gpus=torch.cuda.is_available())
 
 
-def _measure(plan: Plan, device: torch.device) -> MachineConfig:
+def _measure(workload: Workload, device: torch.device) -> MachineConfig:
     """Return the description of this machine. Collective."""
-    operators = measure_operators(plan.calls, device)
+    operators = measure_operators(workload.calls, device)
     products = {dtype: measure_products(dtype, device, _WIDTHS[device.type]) for dtype in _DTYPES[device.type]}
     best = "float32" if device.type == "cpu" else "bfloat16"
     attention = measure_attention(getattr(torch, best), device, _LENGTHS[device.type])
@@ -154,11 +154,11 @@ def _measure(plan: Plan, device: torch.device) -> MachineConfig:
         operators=operators,
         messages=messages,
     )
-    rates = Rates(speed, plan.tiny.plan.mesh)
-    computed = Counter({work: number for work, number in plan.tiny_work.items() if work.axis is None})
-    sent = sum(rates.message_seconds(work) * n for work, n in plan.tiny_work.items() if work.axis is not None)
+    rates = Rates(speed, workload.tiny.plan.mesh)
+    computed = Counter({work: number for work, number in workload.tiny_work.items() if work.axis is None})
+    sent = sum(rates.message_seconds(work) * n for work, n in workload.tiny_work.items() if work.axis is not None)
     known = rates.compute_seconds(computed) + sent
-    overhead = operator_overhead(plan.tiny, device, known, sum(computed.values()))
+    overhead = operator_overhead(workload.tiny, device, known, sum(computed.values()))
     return _described(speed.model_copy(update={"operator_seconds": overhead}), device)
 
 

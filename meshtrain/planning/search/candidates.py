@@ -180,10 +180,11 @@ def _variants(
     is_split = SCHEDULES[schedule].splits_backward and pp > 1
     rows = [2**power for power in range(MOST_ROWS.bit_length()) if 2**power <= per_rank]
     usual: Reshard = "never" if pp > 1 or shard == 1 else "always"
+    # `check` refuses others, because torch would lose gradients.
     reshards: list[str] = ["never"] if is_split or shard == 1 else ["always", "never"]
     for size, recompute, sequence, reshard, offload in product(
         choices.of("micro_batch_size", rows),
-        choices.of("plan.recompute.mode", RECOMPUTE),
+        choices.of("plan.recompute.mode", ("none", "full") if is_split else RECOMPUTE),
         choices.of("plan.tensor.sequence_parallel", [True, False] if tp > 1 else [False]),
         choices.of("plan.shard.reshard_after_forward", reshards),
         choices.of("plan.shard.offload", ["none", "cpu"]),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,34 +56,66 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     """
     begun = time.monotonic()
     machine = find_machine(gpu, world_size)
-    wanted = Wanted(config, resolve_run(_alone(config), 1), machine, world_size)
+    wanted = Wanted(config, resolve_run(alone(config), 1), machine, world_size)
+    deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
+    ranking = rank_plans(wanted, pinned, deadline)
+    console.line(
+        f"Of {ranking.num_candidates:,} plans for {world_size} {gpu}, the {len(ranking.simulated)} most promising were "
+        f"simulated in {time.monotonic() - begun:.0f} s"
+    )
+    if not ranking.fitting:
+        _refuse(wanted, ranking.simulated)
+    winner = ranking.fitting[0]
+    _show(ranking.fitting[:top], machine)
+    others = other_kinds(ranking.usual, winner.candidate, _on_host(machine)) | variants(winner.candidate)
+    _show_losers(others, ranking.simulated, winner, machine)
+    _write(wanted, winner, out)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Plans for a run, from the fastest to the slowest.
+
+    Attributes:
+        num_candidates: that came into question.
+        simulated: the most promising ones.
+        fitting: those of them that fit the machine, from the fastest one that passes all checks on.
+        usual: name -> the best candidate of each usual kind.
+    """
+
+    num_candidates: int
+    simulated: list[Found]
+    fitting: list[Found]
+    usual: dict[str, Candidate]
+
+
+def rank_plans(wanted: Wanted, pinned: Collection[str], deadline: float) -> Ranking:
+    """Return the fastest plans for a run.
+
+    Args:
+        wanted: the run.
+        pinned: keys that the user has set.
+        deadline: on the monotonic clock, after which no further plan is simulated.
+
+    Raises:
+        UserError: for a contradiction.
+    """
     found = _candidates(wanted, pinned)
     estimator = build_estimator(wanted, kinds_of(found))
-    limit = machine.memory_bytes / (1 + machine.config.fragmentation)
+    limit = wanted.machine.memory_bytes / (1 + wanted.machine.config.fragmentation)
     estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
     if not estimates:
         # The model refuses all of them alike.
         wanted.resolved(found[0], runs_model=True)
     best = promising(estimates, limit)
-    usual = usual_plans(estimates, limit, _on_host(machine))
+    usual = usual_plans(estimates, limit, _on_host(wanted.machine))
     likely = [*best[:FIRST], *variants(best[0]).values()] if best else []
     chosen = [it for it in dict.fromkeys([*likely, *usual.values(), *best[FIRST:]]) if it in estimates]
-    deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
     simulated = simulate_all(wanted, chosen, deadline)
     if not simulated:
         # All of them contradict the run alike.
         wanted.resolved(chosen[0], runs_model=True)
-    fitting = _without_refused(wanted, [it for it in simulated if it.fits])
-    console.line(
-        f"Of {len(found):,} plans for {world_size} {gpu}, the {len(simulated)} most promising were simulated in "
-        f"{time.monotonic() - begun:.0f} s"
-    )
-    if not fitting:
-        _refuse(wanted, simulated)
-    _show(fitting[:top], machine)
-    others = other_kinds(usual, fitting[0].candidate, _on_host(machine)) | variants(fitting[0].candidate)
-    _show_losers(others, simulated, fitting[0], machine)
-    _write(wanted, fitting[0], out)
+    return Ranking(len(found), simulated, _without_refused(wanted, [it for it in simulated if it.fits]), usual)
 
 
 def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
@@ -102,7 +135,8 @@ def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
     return []
 
 
-def _alone(config: RunConfig) -> RunConfig:
+def alone(config: RunConfig) -> RunConfig:
+    """Return a run with the settings that a search varies as they are on one process."""
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     return config.model_copy(update={"plan": config.plan.model_copy(update=tables), "micro_batch_size": 1})
 
