@@ -122,7 +122,13 @@ class Choices:
 
 
 def candidates(
-    config: RunConfig, pinned: Collection[str], world_size: int, num_layers: int, on_host: int
+    config: RunConfig,
+    pinned: Collection[str],
+    world_size: int,
+    num_layers: int,
+    on_host: int,
+    *,
+    may_offload: bool = True,
 ) -> Iterator[Candidate]:
     """Yield every plan that comes into question.
 
@@ -132,7 +138,9 @@ def candidates(
         world_size: number of processes.
         num_layers: of the model.
         on_host: number of processes on a host; tp stays inside.
+        may_offload: whether host memory is another one than that of the accelerator.
     """
+    offloads = ("none", "cpu") if may_offload else ("none",)
     choices = Choices(config, pinned)
     for tp in choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]):
         for pp in choices.of("plan.mesh.pp", _divisors(world_size // tp)):
@@ -141,7 +149,7 @@ def candidates(
             for replicate, shard in _data_degrees(choices, world_size // (tp * pp), on_host // tp):
                 mesh = pp, replicate, shard, tp
                 for schedule, stages in _pipelines(choices, pp, num_layers):
-                    yield from _variants(config, choices, mesh, schedule, stages)
+                    yield from _variants(config, choices, mesh, schedule, stages, offloads)
 
 
 def _divisors(number: int) -> list[int]:
@@ -173,7 +181,12 @@ def _pipelines(choices: Choices, pp: int, num_layers: int) -> Iterator[tuple[Sch
 
 
 def _variants(
-    config: RunConfig, choices: Choices, mesh: tuple[int, int, int, int], schedule: ScheduleName, stages: int
+    config: RunConfig,
+    choices: Choices,
+    mesh: tuple[int, int, int, int],
+    schedule: ScheduleName,
+    stages: int,
+    offloads: Sequence[str],
 ) -> Iterator[Candidate]:
     pp, replicate, shard, tp = mesh
     per_rank = config.global_batch_size // (replicate * shard)
@@ -187,7 +200,7 @@ def _variants(
         choices.of("plan.recompute.mode", ("none", "full") if is_split else RECOMPUTE),
         choices.of("plan.tensor.sequence_parallel", [True, False] if tp > 1 else [False]),
         choices.of("plan.shard.reshard_after_forward", reshards),
-        choices.of("plan.shard.offload", ["none", "cpu"]),
+        choices.of("plan.shard.offload", offloads),
     ):
         if config.global_batch_size % (replicate * shard * size):
             continue

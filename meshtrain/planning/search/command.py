@@ -158,7 +158,8 @@ def _candidates(wanted: Wanted, pinned: Collection[str]) -> list[Candidate]:
         PlanError: if what the user has set excludes all of them.
     """
     num_layers = len(find_layers(wanted.base.model)[1])
-    found = list(candidates(wanted.config, pinned, wanted.world_size, num_layers, _on_host(wanted.machine)))
+    on_host, may_offload = _on_host(wanted.machine), not wanted.machine.is_cpu
+    found = list(candidates(wanted.config, pinned, wanted.world_size, num_layers, on_host, may_offload=may_offload))
     if not found:
         # The contradiction is the one that `meshtrain check` finds.
         resolve_run(wanted.config, wanted.world_size)
