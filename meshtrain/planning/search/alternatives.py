@@ -69,6 +69,14 @@ def reason(loser: Found, winner: Found, machine: Machine) -> str:
     return f"{slower:+.1%} seconds; {name} takes {more:,.3g} s more" if more > 0 else f"{slower:+.1%} seconds"
 
 
+def estimated_reason(loser: Estimate, winner: Estimate, machine: Machine) -> str:
+    """Return why a plan loses that was not simulated, from what both need in closed form."""
+    lacking = machine.with_fragmentation(round(loser.peak_bytes)) - machine.memory_bytes
+    if lacking > 0:
+        return f"estimated: needs about {gib(lacking)} GiB too much"
+    return f"estimated: about {loser.seconds / winner.seconds - 1:+.0%} seconds"
+
+
 def _parts(found: Found) -> dict[str, float]:
     """Return where the seconds of a step go."""
     step = found.time.replay

@@ -14,8 +14,9 @@ from meshtrain.errors import ConfigError, PlanError, UserError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.names import gib
-from meshtrain.planning.search.alternatives import other_kinds, reason, usual_plans, variants
+from meshtrain.planning.search.alternatives import estimated_reason, other_kinds, reason, usual_plans, variants
 from meshtrain.planning.search.candidates import Candidate, candidates
+from meshtrain.planning.search.estimate import Estimate
 from meshtrain.planning.search.ranking import (
     Found,
     Wanted,
@@ -30,6 +31,8 @@ from meshtrain.training.resolve import resolve_run
 SECONDS, MANY_SECONDS, FEW_PROCESSES = 14.0, 95.0, 64
 # Candidates that are simulated before the usual plans.
 FIRST = 6
+# A plan that takes at most this many times as long as another one may be faster.
+ALIKE = 1.03
 # Settings of a plan that a search sets. Those for one process fit every model.
 _ALONE = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
@@ -68,7 +71,7 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     winner = ranking.fitting[0]
     _show(ranking.fitting[:top], machine)
     others = other_kinds(ranking.usual, winner.candidate, _on_host(machine)) | variants(winner.candidate)
-    _show_losers(others, ranking.simulated, winner, machine)
+    _show_losers(others, ranking, machine)
     _write(wanted, winner, out)
 
 
@@ -81,12 +84,14 @@ class Ranking:
         simulated: the most promising ones.
         fitting: those of them that fit the machine, from the fastest one that passes all checks on.
         usual: name -> the best candidate of each usual kind.
+        estimates: of all candidates, in closed form.
     """
 
     num_candidates: int
     simulated: list[Found]
     fitting: list[Found]
     usual: dict[str, Candidate]
+    estimates: dict[Candidate, Estimate]
 
 
 def rank_plans(wanted: Wanted, pinned: Collection[str], deadline: float) -> Ranking:
@@ -109,13 +114,24 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], deadline: float) -> Rank
         wanted.resolved(found[0], runs_model=True)
     best = promising(estimates, limit)
     usual = usual_plans(estimates, limit, _on_host(wanted.machine))
-    likely = [*best[:FIRST], *variants(best[0]).values()] if best else []
-    chosen = [it for it in dict.fromkeys([*likely, *usual.values(), *best[FIRST:]]) if it in estimates]
+    likely = _quickest_first(best[:FIRST], estimates)
+    others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *best[FIRST:]]
+    chosen = [it for it in dict.fromkeys([*likely, *others]) if it in estimates]
     simulated = simulate_all(wanted, chosen, deadline)
     if not simulated:
         # All of them contradict the run alike.
         wanted.resolved(chosen[0], runs_model=True)
-    return Ranking(len(found), simulated, _without_refused(wanted, [it for it in simulated if it.fits]), usual)
+    fitting = _without_refused(wanted, [it for it in simulated if it.fits])
+    return Ranking(len(found), simulated, fitting, usual, estimates)
+
+
+def _quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate]) -> list[Candidate]:
+    """Return candidates by seconds; of those about as fast as the first, the quick ones come first.
+
+    With fewer stages on a process, a simulation takes less.
+    """
+    slow = min((estimates[it].seconds for it in best), default=0.0) * ALIKE
+    return sorted(best, key=lambda it: (estimates[it].seconds > slow, it.stages_per_rank, estimates[it].seconds))
 
 
 def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
@@ -202,14 +218,16 @@ def _show(found: Sequence[Found], machine: Machine) -> None:
     console.table(f"The fastest plans that fit {machine.name} ({gib(machine.memory_bytes)} GiB)", columns, rows)
 
 
-def _show_losers(others: Mapping[str, Candidate], simulated: Sequence[Found], winner: Found, machine: Machine) -> None:
+def _show_losers(others: Mapping[str, Candidate], ranking: Ranking, machine: Machine) -> None:
     """Print why the usual plans, and the winner with another setting, are not first."""
-    known = {it.candidate: it for it in simulated}
-    rows = [
-        (name, it.described(), reason(known[it], winner, machine))
-        for name, it in others.items()
-        if it in known and it != winner.candidate
-    ]
+    known, winner = {it.candidate: it for it in ranking.simulated}, ranking.fitting[0]
+    rows = []
+    for name, it in others.items():
+        if it in known:
+            rows.append((name, it.described(), reason(known[it], winner, machine)))
+        elif it in ranking.estimates:
+            best = ranking.estimates[winner.candidate]
+            rows.append((name, it.described(), estimated_reason(ranking.estimates[it], best, machine)))
     if rows:
         console.table("Why the others lose", ["alternative", "its best plan", "reason"], rows)
 

@@ -1,7 +1,7 @@
 """Memory and seconds of a candidate in closed form.
 
 The numbers of a layer come from simulated steps. A test compares the results with full simulations.
-They choose which candidates are simulated, and are never shown.
+They choose which candidates are simulated, and say why others lose.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_sec
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
 
-# More microbatches hold no more activations.
-ROUNDS = 4
+# Rounds of microbatches after which no more activations are held at once.
+ROUNDS = 2
 # Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
 # of parameters.
 MORE_ROWS = 4
@@ -136,7 +136,7 @@ class Estimator:
         if candidate.pp == 1:
             return [1]
         # In whole rounds. Every schedule takes these numbers.
-        rounds = min(number // candidate.pp, ROUNDS * candidate.stages_per_rank)
+        rounds = min(number // candidate.pp, ROUNDS)
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
 
     def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
@@ -194,7 +194,11 @@ class Estimator:
         if not self._speed.is_asynchronous:
             return layers * (times * gather * (2 if candidate.reshard == "always" else 1) + reduce)
         hidden = max(0.0, gather - forward), max(0.0, gather - backward), max(0.0, reduce - backward)
-        return layers * (times * (hidden[0] + (hidden[1] if candidate.reshard == "always" else 0.0)) + hidden[2])
+        # Nothing hides the gather of the first layer of a pass.
+        first = times * candidate.stages_per_rank * gather * (2 if candidate.pp > 1 else 1)
+        return first + layers * (
+            times * (hidden[0] + (hidden[1] if candidate.reshard == "always" else 0.0)) + hidden[2]
+        )
 
     def _update_seconds(self, candidate: Candidate, parameters: int) -> float:
         shard = parameters / candidate.tp / candidate.dp_shard

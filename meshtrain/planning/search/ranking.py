@@ -200,6 +200,10 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
     kinds: Counter[object] = Counter()
     for candidate in sorted(estimates, key=lambda it: estimates[it].seconds):
         is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
+        alike = replace(candidate, offload="none")
+        if alike != candidate and alike in estimates and estimates[alike].peak_bytes <= limit_bytes:
+            # It fits without offloading, which takes longer.
+            continue
         if kinds[candidate.mesh] == FEW or (is_split and kinds["split"] == MOST_SPLIT):
             continue
         if estimates[candidate].peak_bytes > limit_bytes:
