@@ -70,9 +70,14 @@ Holds: torch 2.11 to 2.13.
 """
 
 LOOKUPS = ("embedding", "gather", "index", "index_select")
-# Operators that return memory without reading or writing it.
-UNTOUCHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 """The operators that read a part of their first argument.
+
+Why: no property of an operator tells it.
+Holds: torch 2.11 to 2.13.
+"""
+
+UNTOUCHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+"""The operators that return memory without reading or writing it.
 
 Why: no property of an operator tells it.
 Holds: torch 2.11 to 2.13.

@@ -95,7 +95,7 @@ class ShardPlan(Settings):
     """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Whether gathered parameters are freed after each forward pass. `auto` is `never` with a
+    """Whether gathered parameters are freed after each pass of a layer. `auto` is `never` with a
     pipeline or without sharding, and `always` otherwise."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps parameters, gradients and optimizer state in host memory, where the optimizer

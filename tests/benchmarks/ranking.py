@@ -36,6 +36,8 @@ def main() -> None:
     wanted = Wanted(config, resolve_run(alone(config), 1), machine, PROCESSES)
     ranking = rank_plans(wanted, (), time.monotonic() + SECONDS)
     first = ranking.fitting[: arguments.top]
+    if not first:
+        raise SystemExit("no plan fits this machine")
     print(f"{ranking.num_candidates} plans, {len(ranking.simulated)} simulated, {len(first)} run")
     seconds: list[list[float]] = [[] for _ in first]
     for _ in range(arguments.rounds):

@@ -142,8 +142,7 @@ def test_schedules_on_four_processes_train_like_one_process() -> None:
         Case("gpt2-tied", (2, 1, 1, 2), DUAL, 2, sequence_parallel=True),
         Case("gpt2-tied", (2, 1, 2, 1), ZBV, 2),
         Case("qwen3", (2, 1, 2, 1), DUAL, 2),
-        # With more than three stages, torch gathers and frees the parameters of a stage within a
-        # step.
+        # torch would gather and free the parameters of more than three stages within a step.
         Case("qwen3-deep", (2, 1, 2, 1), ZERO, 4, layers=LAYERS[4]),
         Case("qwen3-deep", (4, 1, 1, 1), ZBV, 2, layers=LAYERS[4]),
     )

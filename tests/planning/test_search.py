@@ -1,5 +1,6 @@
 """`meshtrain search` finds plans that fit, refuses contradictions, and writes a plan."""
 
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from meshtrain.config.toml import load_run
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
+from meshtrain.planning.search.alternatives import estimated_reason
 from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.command import alone
+from meshtrain.planning.search.estimate import Estimate
 from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of, simulate_all
 from meshtrain.training.resolve import resolve_run
 from tests.planning.files import RUN as PIPELINE_RUN
@@ -101,7 +104,8 @@ def test_as_many_plans_are_shown_as_asked_for(run_file: str, capsys: pytest.Capt
 def test_no_plan_is_simulated_after_the_deadline_but_one_on_each_core(run_file: str) -> None:
     config = config_of(run_file)
     wanted = Wanted(config, resolve_run(alone(config), 1), find_machine("h100-80gb", PROCESSES), PROCESSES)
-    assert len(simulate_all(wanted, CASES, deadline=0.0)) == min(num_cores(), len(CASES))
+    simulated, _ = simulate_all(wanted, CASES, deadline=0.0)
+    assert len(simulated) == min(num_cores(), len(CASES))
 
 
 def test_machine_without_speed_is_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +113,43 @@ def test_machine_without_speed_is_refused(run_file: str, capsys: pytest.CaptureF
     assert "the description has no table [speed]" in capsys.readouterr().err
 
 
-def test_that_nothing_fits_is_said_with_what_lacks(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert search(run_file, "plan.mesh.pp=1", "plan.mesh.tp=1", "micro_batch_size=1", memory_gib=0.01) == 2
+@pytest.mark.parametrize(
+    "pinned",
+    [["plan.mesh.pp=1", "plan.mesh.tp=1", "micro_batch_size=1"], ["plan.mesh.tp=2", "plan.recompute.mode='none'"]],
+)
+def test_that_nothing_fits_is_said_with_what_lacks(
+    pinned: list[str], run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search(run_file, *pinned, memory_gib=0.01) == 2
     error = capsys.readouterr().err
-    assert "no plan fits 4 machine.toml" in error
+    assert re.search(r"none of the \d+ plans that were simulated fits 4 machine.toml", error)
     assert "GiB too much" in error
+
+
+def test_what_the_model_refuses_is_said(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Compiled layers cannot be computed under this schedule.
+    pinned = ["plan.mesh.pp=2", "plan.pipeline.schedule='ZBVZeroBubble'", "plan.compile.enabled=true"]
+    assert search(run_file, *pinned) == 2
+    error = capsys.readouterr().err.strip()
+    assert "ZBVZeroBubble" in error
+    assert "Traceback" not in error
+
+
+def test_layers_of_stages_stay_as_the_run_has_them(run_file: str) -> None:
+    config = config_of(run_file, "plan.mesh.pp=2", "plan.pipeline.layers_per_stage=[3, 5]")
+    wanted = Wanted(config, resolve_run(alone(config), 1), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    case = candidate(2, 1, 2, 1, 4)
+    assert wanted.resolved(case).plan.pipeline.layers_per_stage == [3, 5]
+    assert case.plan(config.plan).pipeline.layers_per_stage == [3, 5]
+    assert sum(wanted.resolved(replace(case, pp=4, dp_shard=1)).plan.pipeline.layers_per_stage) == LAYERS
+
+
+def test_reason_of_a_plan_that_was_not_simulated() -> None:
+    machine = find_machine("h100-80gb", PROCESSES)
+    fast, slow, large = (Estimate(seconds, lambda size=size: size) for seconds, size in ((1, 2), (1.5, 2), (1, 2**40)))
+    assert estimated_reason(slow, fast, machine) == "estimated: about +50% seconds"
+    assert estimated_reason(fast, slow, machine) == "estimated about as fast, not simulated"
+    assert "GiB too much" in estimated_reason(large, fast, machine)
 
 
 def test_every_setting_is_varied_unless_it_is_pinned(run_file: str) -> None:
@@ -123,6 +159,7 @@ def test_every_setting_is_varied_unless_it_is_pinned(run_file: str) -> None:
         assert it.pp * it.dp_replicate * it.dp_shard * it.tp == 8
         assert it.tp <= 4, "tp stays inside a host"
         assert 32 % (it.data_degree * it.micro_batch_size) == 0
+    assert {it.offload for it in candidates(config_of(run_file), [], 8, LAYERS, 4, may_offload=False)} == {"none"}
     options: dict[str, set[Any]] = {
         "pp": {1, 2, 4, 8},
         "tp": {1, 2, 4},

@@ -110,6 +110,25 @@ def test_gathered_layers_of_several_stages_are_put_together(reshard: str) -> Non
     run_on_ranks(1, compare_two_ranks, run, joins=False, timeout=300)
 
 
+def gathers(run: SimulatedRun) -> int:
+    """Return how often the first process gathers parameters in a step."""
+    work = simulate_rank(run, 0).work()
+    return sum(number for it, number in work.items() if it.axis == "dp_shard" and "allgather" in it.name)
+
+
+@pytest.mark.parametrize("reshard", ["never", "always"])
+def test_passes_gather_what_reshard_after_forward_frees(reshard: str) -> None:
+    plan = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": SCHEDULES["Interleaved1F1B"],
+        "shard": {"reshard_after_forward": reshard},
+    }
+    (found,) = run_on_ranks(1, gathers, make_run("llama", plan), joins=False)
+    # The embedding and three layers: once, or forward and backward in 4 microbatches. FSDP2 gathers
+    # one of them ahead in vain.
+    assert found == {"never": 4, "always": 2 * 4 * 4 + 1}[reshard]
+
+
 @pytest.mark.parametrize("plan", ["one process", "fsdp"])
 def test_many_microbatches_without_a_pipeline_are_put_together_from_few(plan: str) -> None:
     run = make_run("llama", PLANS[plan], microbatches=7)

@@ -74,7 +74,9 @@ def estimated_reason(loser: Estimate, winner: Estimate, machine: Machine) -> str
     lacking = machine.with_fragmentation(round(loser.peak_bytes)) - machine.memory_bytes
     if lacking > 0:
         return f"estimated: needs about {gib(lacking)} GiB too much"
-    return f"estimated: about {loser.seconds / winner.seconds - 1:+.0%} seconds"
+    slower = loser.seconds / winner.seconds - 1
+    # Estimates do not tell apart what is about as fast.
+    return f"estimated: about {slower:+.0%} seconds" if slower > 0.01 else "estimated about as fast, not simulated"
 
 
 def _parts(found: Found) -> dict[str, float]:

@@ -80,7 +80,8 @@ class Candidate:
         }
         if self.num_stages != plan.mesh.pp * plan.pipeline.stages_per_rank:
             # A list for another number of stages does not fit.
-            tables["pipeline"] |= {"layers_per_stage": "balanced", "split_at": None}
+            layers = plan.pipeline.layers_per_stage
+            tables["pipeline"] |= {"layers_per_stage": layers if layers == "even" else "balanced", "split_at": None}
         return plan.model_copy(
             update={name: getattr(plan, name).model_copy(update=values) for name, values in tables.items()}
         )
@@ -112,11 +113,12 @@ class Choices:
 
     def of(self, key: str, options: Sequence[Any]) -> Sequence[Any]:
         """Return the values of a key."""
-        table = key.rpartition(".")[0]
-        if not ({key, table, "plan"} & set(self._pinned)):
+        parts = key.split(".")
+        above = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if not above & set(self._pinned):
             return options
         holder: Any = self._config
-        for part in key.split("."):
+        for part in parts:
             holder = getattr(holder, part)
         return [holder]
 

@@ -31,7 +31,9 @@ from meshtrain.training.resolve import resolve_run
 SECONDS, MANY_SECONDS, FEW_PROCESSES = 14.0, 95.0, 64
 # Candidates that are simulated before the usual plans.
 FIRST = 6
-# A plan that takes at most this many times as long as another one may be faster.
+# Candidates that are simulated if none of these fits.
+SMALLEST = 4
+# Estimates that differ by less do not tell which plan is faster.
 ALIKE = 1.03
 # Settings of a plan that a search sets. Those for one process fit every model.
 _ALONE = {
@@ -63,8 +65,8 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
     ranking = rank_plans(wanted, pinned, deadline)
     console.line(
-        f"Of {ranking.num_candidates:,} plans for {world_size} {gpu}, the {len(ranking.simulated)} most promising were "
-        f"simulated in {time.monotonic() - begun:.0f} s"
+        f"Of {ranking.num_candidates:,} plans for {world_size} {gpu}, {len(ranking.simulated)} promising or usual ones "
+        f"were simulated in {time.monotonic() - begun:.0f} s"
     )
     if not ranking.fitting:
         _refuse(wanted, ranking.simulated)
@@ -81,8 +83,9 @@ class Ranking:
 
     Attributes:
         num_candidates: that came into question.
-        simulated: the most promising ones.
+        simulated: the most promising ones, some that differ from them, and usual ones.
         fitting: those of them that fit the machine, from the fastest one that passes all checks on.
+        refused: candidate -> the contradiction.
         usual: name -> the best candidate of each usual kind.
         estimates: of all candidates, in closed form.
     """
@@ -90,6 +93,7 @@ class Ranking:
     num_candidates: int
     simulated: list[Found]
     fitting: list[Found]
+    refused: dict[Candidate, UserError]
     usual: dict[str, Candidate]
     estimates: dict[Candidate, Estimate]
 
@@ -109,24 +113,25 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], deadline: float) -> Rank
     estimator = build_estimator(wanted, kinds_of(found))
     limit = wanted.machine.memory_bytes / (1 + wanted.machine.config.fragmentation)
     estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
-    if not estimates:
-        # The model refuses all of them alike.
-        wanted.resolved(found[0], runs_model=True)
     best = promising(estimates, limit)
     usual = usual_plans(estimates, limit, _on_host(wanted.machine))
     likely = _quickest_first(best[:FIRST], estimates)
     others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *best[FIRST:]]
     chosen = [it for it in dict.fromkeys([*likely, *others]) if it in estimates]
-    simulated = simulate_all(wanted, chosen, deadline)
+    simulated, refused = simulate_all(wanted, chosen, deadline)
+    if not any(it.fits for it in simulated):
+        # Those that need least tell whether anything fits.
+        small = sorted(set(estimates) - set(chosen), key=lambda it: estimates[it].peak_bytes)
+        more, further = simulate_all(wanted, small[:SMALLEST], deadline)
+        simulated, refused = [*simulated, *more], refused | further
     if not simulated:
-        # All of them contradict the run alike.
-        wanted.resolved(chosen[0], runs_model=True)
-    fitting = _without_refused(wanted, [it for it in simulated if it.fits])
-    return Ranking(len(found), simulated, fitting, usual, estimates)
+        raise next(iter(refused.values()))
+    fitting = _without_refused(wanted, [it for it in simulated if it.fits], refused)
+    return Ranking(len(found), simulated, fitting, refused, usual, estimates)
 
 
 def _quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate]) -> list[Candidate]:
-    """Return candidates by seconds; of those about as fast as the first, the quick ones come first.
+    """Return candidates by seconds; of those about as fast, what is quick to simulate comes first.
 
     With fewer stages on a process, a simulation takes less.
     """
@@ -134,8 +139,8 @@ def _quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Est
     return sorted(best, key=lambda it: (estimates[it].seconds > slow, it.stages_per_rank, estimates[it].seconds))
 
 
-def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
-    """Return the plans from the fastest one that passes all checks on.
+def _without_refused(wanted: Wanted, fitting: Sequence[Found], refused: dict[Candidate, UserError]) -> list[Found]:
+    """Return the plans from the fastest one that passes all checks on; add the others to `refused`.
 
     Raises:
         UserError: the contradiction, if there is one in all of them.
@@ -143,7 +148,8 @@ def _without_refused(wanted: Wanted, fitting: Sequence[Found]) -> list[Found]:
     for index, found in enumerate(fitting):
         try:
             wanted.resolved(found.candidate, runs_model=True)
-        except UserError:
+        except UserError as error:
+            refused[found.candidate] = error
             if index == len(fitting) - 1:
                 raise
             continue
@@ -195,8 +201,8 @@ def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> NoReturn:
     least = min(simulated, key=lambda it: it.use.peak_bytes)
     lacking = wanted.machine.with_fragmentation(least.use.peak_bytes) - wanted.machine.memory_bytes
     raise PlanError(
-        f"no plan fits {wanted.world_size} {wanted.machine.name}: {least.candidate.described()} needs least, and "
-        f"{gib(lacking)} GiB too much",
+        f"none of the {len(simulated)} plans that were simulated fits {wanted.world_size} {wanted.machine.name}: "
+        f"{least.candidate.described()} needs least, and {gib(lacking)} GiB too much",
         "take more processes, larger ones, or a smaller model",
     )
 
@@ -223,7 +229,9 @@ def _show_losers(others: Mapping[str, Candidate], ranking: Ranking, machine: Mac
     known, winner = {it.candidate: it for it in ranking.simulated}, ranking.fitting[0]
     rows = []
     for name, it in others.items():
-        if it in known:
+        if it in ranking.refused:
+            rows.append((name, it.described(), f"refused: {ranking.refused[it].problems[0].found}"))
+        elif it in known:
             rows.append((name, it.described(), reason(known[it], winner, machine)))
         elif it in ranking.estimates:
             best = ranking.estimates[winner.candidate]

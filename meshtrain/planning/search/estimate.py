@@ -10,7 +10,7 @@ from functools import cache, cached_property
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
-from meshtrain.config.mesh import DP_SHARD, PP, MeshPlan
+from meshtrain.config.mesh import DP_REPLICATE, DP_SHARD, PP, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.models.dtypes import DTYPES
@@ -21,8 +21,10 @@ from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_sec
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
 
-# Rounds of microbatches after which no more activations are held at once.
+# Rounds of microbatches after which no more activations are held at once, and the schedules that
+# hold those of all microbatches.
 ROUNDS = 2
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
 # of parameters.
 MORE_ROWS = 4
@@ -135,6 +137,8 @@ class Estimator:
     def _chunks(self, candidate: Candidate, number: int) -> list[int]:
         if candidate.pp == 1:
             return [1]
+        if candidate.schedule in ALL_AT_ONCE:
+            return [number * candidate.stages_per_rank] * candidate.pp
         # In whole rounds. Every schedule takes these numbers.
         rounds = min(number // candidate.pp, ROUNDS)
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
@@ -147,6 +151,7 @@ class Estimator:
         )
         total = number * busy + max(shape.layers) * parts.reducing + self._bubble(candidate, busy, number)
         exposed = self._gather_seconds(candidate, number, parts.forward, parts.backward)
+        exposed += self._replica_seconds(candidate, parts.backward)
         update = self._update_seconds(candidate, max(shape.parameters))
         return total + exposed + update + self._border_seconds(candidate)
 
@@ -155,11 +160,11 @@ class Estimator:
         tp, sequence_parallel, _ = kind
         rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
         known, more = self._more_needs[tp, sequence_parallel]
-        one, other = (astuple(layer_seconds(needs, rates)) for needs in (self._needs[known], more))
+        one, many = (astuple(layer_seconds(needs, rates)) for needs in (self._needs[known], more))
         # What does not grow with the sequences is the work of parameters, whatever is recomputed.
-        alone = [max(0.0, few - (many - few) / (MORE_ROWS - 1)) for few, many in zip(one, other, strict=True)]
-        few = astuple(layer_seconds(self._needs[kind], rates))
-        return LayerSeconds(*(part + rows * max(0.0, it - part) for part, it in zip(alone, few, strict=True)))
+        fixed = [max(0.0, low - (high - low) / (MORE_ROWS - 1)) for low, high in zip(one, many, strict=True)]
+        of_kind = astuple(layer_seconds(self._needs[kind], rates))
+        return LayerSeconds(*(part + rows * max(0.0, it - part) for part, it in zip(fixed, of_kind, strict=True)))
 
     def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
         pp, replicate, shard, tp = mesh
@@ -194,11 +199,20 @@ class Estimator:
         if not self._speed.is_asynchronous:
             return layers * (times * gather * (2 if candidate.reshard == "always" else 1) + reduce)
         hidden = max(0.0, gather - forward), max(0.0, gather - backward), max(0.0, reduce - backward)
-        # Nothing hides the gather of the first layer of a pass.
-        first = times * candidate.stages_per_rank * gather * (2 if candidate.pp > 1 else 1)
+        # Nothing hides the gather of the first layer of a pass, backward too if it is freed.
+        first = times * candidate.stages_per_rank * gather * (2 if candidate.reshard == "always" else 1)
         return first + layers * (
             times * (hidden[0] + (hidden[1] if candidate.reshard == "always" else 0.0)) + hidden[2]
         )
+
+    def _replica_seconds(self, candidate: Candidate, backward: float) -> float:
+        """Return the seconds of the reduction over copies that nothing hides."""
+        if candidate.dp_replicate == 1:
+            return 0.0
+        size = int(max(self._sizes.layers) / candidate.tp / candidate.dp_shard * self._reduce)
+        reduce = self._messages(candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE)
+        layers = len(self._sizes.layers) / candidate.pp
+        return layers * (max(0.0, reduce - backward) if self._speed.is_asynchronous else reduce)
 
     def _update_seconds(self, candidate: Candidate, parameters: int) -> float:
         shard = parameters / candidate.tp / candidate.dp_shard

@@ -1,6 +1,5 @@
 """The best candidates, simulated."""
 
-import gc
 import math
 import os
 import time
@@ -33,9 +32,9 @@ from meshtrain.training.resolve import ResolvedRun
 Result = TypeVar("Result")
 # Candidates that are simulated, of these with one mesh or a separate backward pass, and how long
 # it may take.
-SIMULATED, FEW, MOST_SPLIT, SECONDS = 20, 4, 4, 3600.0
+SIMULATED, FEW, MOST_SPLIT, TIMEOUT = 20, 4, 4, 3600.0
 # An estimate may be this far off, and the candidate is still simulated.
-MARGIN = 1.1
+MARGIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,15 @@ class Wanted:
         Raises:
             UserError: if the plan contradicts the model or the batches.
         """
-        plan, rows = candidate.plan(self.base.plan), candidate.micro_batch_size
         # A plan that is written has the settings of the user, without those of the model's family.
-        config = self.config.model_copy(update={"plan": candidate.plan(self.config.plan), "micro_batch_size": rows})
+        written, plan, rows = (
+            candidate.plan(self.config.plan),
+            candidate.plan(self.base.plan),
+            candidate.micro_batch_size,
+        )
+        cut = {"layers_per_stage": written.pipeline.layers_per_stage, "split_at": written.pipeline.split_at}
+        plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update=cut)})
+        config = self.config.model_copy(update={"plan": written, "micro_batch_size": rows})
         length = self.base.batch.sequence_length
         batch = BatchShape(self.config.global_batch_size, rows, length, self.base.batch.width_multiple)
         plan = resolve_plan(
@@ -148,24 +153,29 @@ def build_estimator(wanted: Wanted, kinds: Sequence[Kind]) -> Estimator:
     assert speed is not None
     needs: dict[Kind, LayerNeeds] = {}
     more: dict[tuple[int, bool], tuple[Kind, LayerNeeds]] = {}
+    refusals: list[UserError] = []
     for found in _on_all_cores(_needs_of_kinds, degrees, wanted, kinds, len(sizes.layers)):
         needs |= found.needs
         more |= found.more_needs
         wanted.tensors.update(found.tensors)
+        refusals += found.refusals
+    if not needs:
+        raise refusals[0]
     return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, more, speed)
 
 
 @dataclass(frozen=True)
 class _KindNeeds:
-    """What layers need with one degree of tp, as in `Estimator`, and the tensor rules."""
+    """What layers need with one degree of tp, as in `Estimator`, the tensor rules, and refusals."""
 
     needs: dict[Kind, LayerNeeds]
     more_needs: dict[tuple[int, bool], tuple[Kind, LayerNeeds]]
     tensors: dict[tuple[int, bool], TensorPlan]
+    refusals: list[UserError]
 
 
 def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Sequence[Kind], num_layers: int) -> _KindNeeds:
-    found = _KindNeeds({}, {}, wanted.tensors)
+    found = _KindNeeds({}, {}, wanted.tensors, [])
 
     def needs_of(kind: Kind, rows: int) -> LayerNeeds:
         return layer_needs(simulate(wanted.of_layers(kind, rows)).profiles[0], num_layers)
@@ -175,12 +185,14 @@ def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Sequence[Kind], num_layers: 
         if (tp, True, kind[2]) in found.needs:
             continue
         try:
-            found.needs[kind] = needs_of(kind, 1)
-        except UserError:
+            needs = needs_of(kind, 1)
+            if kind[:2] not in found.more_needs:
+                found.more_needs[kind[:2]] = kind, needs_of(kind, MORE_ROWS)
+        except UserError as error:
             # Such a plan contradicts the model.
+            found.refusals.append(error)
             continue
-        if kind[:2] not in found.more_needs:
-            found.more_needs[kind[:2]] = kind, needs_of(kind, MORE_ROWS)
+        found.needs[kind] = needs
     return found
 
 
@@ -197,45 +209,52 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
     """
     chosen: list[Candidate] = []
     doubtful: list[Candidate] = []
-    kinds: Counter[object] = Counter()
+    numbers: Counter[object] = Counter()
     for candidate in sorted(estimates, key=lambda it: estimates[it].seconds):
         is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
-        alike = replace(candidate, offload="none")
-        if alike != candidate and alike in estimates and estimates[alike].peak_bytes <= limit_bytes:
+        without = replace(candidate, offload="none")
+        if without != candidate and without in estimates and estimates[without].peak_bytes <= limit_bytes:
             # It fits without offloading, which takes longer.
             continue
-        if kinds[candidate.mesh] == FEW or (is_split and kinds["split"] == MOST_SPLIT):
+        if numbers[candidate.mesh] == FEW or (is_split and numbers["split"] == MOST_SPLIT):
             continue
-        if estimates[candidate].peak_bytes > limit_bytes:
-            if estimates[candidate].peak_bytes <= limit_bytes * MARGIN and len(doubtful) < SIMULATED:
-                doubtful.append(candidate)
+        peak_bytes = estimates[candidate].peak_bytes
+        if peak_bytes > limit_bytes * MARGIN or (peak_bytes > limit_bytes and numbers["doubtful"] == SIMULATED):
             continue
-        chosen.append(candidate)
-        kinds.update([candidate.mesh, *(["split"] if is_split else [])])
+        is_doubtful = peak_bytes > limit_bytes
+        (doubtful if is_doubtful else chosen).append(candidate)
+        numbers.update([candidate.mesh, *(["split"] if is_split else []), *(["doubtful"] if is_doubtful else [])])
         if len(chosen) == SIMULATED:
             break
     chosen += doubtful[: SIMULATED - len(chosen)]
     return sorted(chosen, key=lambda it: it.pp > 1 and SCHEDULES[it.schedule].splits_backward)
 
 
-def simulate_all(wanted: Wanted, candidates: Sequence[Candidate], deadline: float) -> list[Found]:
-    """Simulate candidates, and return them from the fastest to the slowest.
+def simulate_all(
+    wanted: Wanted, candidates: Sequence[Candidate], deadline: float
+) -> tuple[list[Found], dict[Candidate, UserError]]:
+    """Simulate candidates.
 
     Args:
         wanted: the run.
         candidates: the most promising ones first.
-        deadline: on the monotonic clock, after which no further one is begun.
+        deadline: on the monotonic clock, after which no further one is begun, except the first on
+            each core.
+
+    Returns:
+        Those that were simulated, from the fastest to the slowest; and what contradicts the run.
     """
-    found = _on_all_cores(_simulated, candidates, wanted, deadline=deadline)
-    return sorted((it for it in found if it is not None), key=lambda it: it.time.seconds)
+    answers = _on_all_cores(_simulated, candidates, wanted, deadline=deadline)
+    found = sorted((it for it in answers if isinstance(it, Found)), key=lambda it: it.time.seconds)
+    return found, dict(it for it in answers if not isinstance(it, Found))
 
 
-def _simulated(candidate: Candidate, wanted: Wanted) -> Found | None:
-    """Return a simulated candidate; None if it contradicts the run."""
+def _simulated(candidate: Candidate, wanted: Wanted) -> Found | tuple[Candidate, UserError]:
+    """Return a simulated candidate, or what contradicts it."""
     try:
         needs = find_needs(wanted.resolved(candidate), wanted.machine)
-    except UserError:
-        return None
+    except UserError as error:
+        return candidate, error
     use = max(needs.uses, key=lambda use: use.peak_bytes)
     assert needs.time is not None
     fits = wanted.machine.with_fragmentation(use.peak_bytes) <= wanted.machine.memory_bytes
@@ -257,7 +276,7 @@ def _on_all_cores(
         return []
     workers = min(len(values), num_cores())
     with program_hidden():
-        shares = run_on_ranks(workers, _share, compute, values, args, deadline, joins=False, timeout=SECONDS)
+        shares = run_on_ranks(workers, _share, compute, values, args, deadline, joins=False, timeout=TIMEOUT)
     found = {index: result for share in shares for index, result in share}
     return [found[index] for index in sorted(found)]
 
@@ -267,8 +286,6 @@ def _share(
 ) -> list[tuple[int, Result]]:
     """Compute this worker's share of the values."""
     found: list[tuple[int, Result]] = []
-    # What was imported stays, and need not be looked through again and again.
-    gc.freeze()
     for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
         if found and time.monotonic() > deadline:
             break

@@ -207,7 +207,7 @@ class Recorder(OperatorMode):
             self.count(Work(name, first[0].dtype if first else None, flops, moved, None), func, args, kwargs)
 
     def count(self, work: Work, func: Any, args: Any, kwargs: Any) -> None:
-        """Count an operator that moves data.
+        """Count an operator.
 
         Args:
             work: what it does.
