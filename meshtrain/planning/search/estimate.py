@@ -146,12 +146,13 @@ class Estimator:
     def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
         parts = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
         busy = max(
-            shape.layers[rank] * (parts.forward + parts.backward) + (parts.head if rank == shape.head_rank else 0.0)
+            shape.layers[rank] * (parts.forward_seconds + parts.backward_seconds)
+            + (parts.head_seconds if rank == shape.head_rank else 0.0)
             for rank in range(candidate.pp)
         )
-        total = number * busy + max(shape.layers) * parts.reducing + self._bubble(candidate, busy, number)
-        exposed = self._gather_seconds(candidate, number, parts.forward, parts.backward)
-        exposed += self._replica_seconds(candidate, parts.backward)
+        total = number * busy + max(shape.layers) * parts.reducing_seconds + self._bubble(candidate, busy, number)
+        exposed = self._gather_seconds(candidate, number, parts.forward_seconds, parts.backward_seconds)
+        exposed += self._replica_seconds(candidate, parts.backward_seconds)
         update = self._update_seconds(candidate, max(shape.parameters))
         return total + exposed + update + self._border_seconds(candidate)
 

@@ -85,16 +85,16 @@ class LayerSeconds:
     """How long parts of a model take for a microbatch.
 
     Attributes:
-        forward: of a layer, on average.
-        backward: of a layer, with recomputation.
-        reducing: of a layer once in a step, besides messages.
-        head: of the rest, forward and backward.
+        forward_seconds: of a layer, on average.
+        backward_seconds: of a layer, with recomputation.
+        reducing_seconds: of a layer once in a step, besides messages.
+        head_seconds: of the rest, forward and backward.
     """
 
-    forward: float
-    backward: float
-    reducing: float
-    head: float
+    forward_seconds: float
+    backward_seconds: float
+    reducing_seconds: float
+    head_seconds: float
 
 
 def layer_seconds(needs: LayerNeeds, rates: Rates) -> LayerSeconds:
