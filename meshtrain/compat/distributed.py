@@ -111,13 +111,17 @@ class StaticStage(PipelineStage):
     leaves parameters gathered, even if the next forward pass of the stage frees them.
     Holds: torch 2.11 to 2.13; the vote is new in 2.13.
 
-    Attributes:
-        frees_gathered: whether each backward pass frees gathered parameters, as `fully_shard` was
-            told.
+    Args:
+        args: of torch's stage.
+        frees_gathered: whether each backward pass frees gathered parameters.
+        kwargs: of torch's stage.
     """
 
-    frees_gathered = False
     _MODES: Any = getattr(pipelining_utils, "InferenceMode", None)
+
+    def __init__(self, *args: Any, frees_gathered: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._frees_gathered = frees_gathered
 
     @property
     def _inference_mode(self) -> Any:
@@ -176,7 +180,7 @@ class StaticStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        if not (self.frees_gathered and isinstance(self.submod, FSDPModule) and backward_type == "full"):
+        if not (self._frees_gathered and isinstance(self.submod, FSDPModule) and backward_type == "full"):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # torch would keep gathered parameters until the next forward pass frees them.
         self.submod.set_is_last_backward(False)

@@ -328,7 +328,6 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     )
     return RecordedStage(
         pipeline.activity,
-        pipeline.plan.shard.reshard_after_forward == "always",
         stage.model,
         stage.index,
         stage.num_stages,
@@ -336,6 +335,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
         input_args=tuple(received),
         output_args=tuple(sent),
         group=pipeline.peers,
+        frees_gathered=pipeline.plan.shard.reshard_after_forward == "always",
     )
 
 

@@ -7,18 +7,11 @@ from meshtrain.runtime.activity import Activity
 
 
 class RecordedStage(StaticStage):
-    """A torch stage that records what it computes in the activity of the process.
+    """A torch stage that records what it computes in the activity of the process."""
 
-    Args:
-        activity: of the process.
-        frees_gathered: whether each backward pass frees gathered parameters.
-        args: of torch's stage.
-        kwargs: of torch's stage.
-    """
-
-    def __init__(self, activity: Activity, frees_gathered: bool, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, activity: Activity, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._activity, self.frees_gathered = activity, frees_gathered
+        self._activity = activity
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._activity.enter("forward", self.stage_index, fwd_chunk_id)

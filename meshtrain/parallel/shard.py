@@ -98,10 +98,9 @@ def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters.
+    """Free gathered parameters after a forward pass without a backward pass.
 
-    Without it, those of a forward pass without a backward pass would be out of date after the next
-    optimizer step.
+    They would be out of date after the next optimizer step.
     """
     for module in fsdp_modules(model):
         module.reshard()

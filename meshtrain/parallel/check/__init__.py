@@ -12,7 +12,6 @@ the checks of the model, of recomputation and of rotary frequencies.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,7 +21,7 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
-from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
+from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
 from meshtrain.parallel.router_loss import find_formula
@@ -52,7 +51,7 @@ def resolve_plan(
         known_tensor: the tensor rules of a resolved plan with the same `tensor` and `tp`. They are
             not derived again.
         runs_model: whether to run the model and its stages on meta, to find out whether it can be
-            divided like this. This takes longest.
+            divided like this.
 
     Raises:
         PlanError: with every contradiction that can be found.
@@ -60,21 +59,16 @@ def resolve_plan(
     mesh = plan.mesh.resolve(world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[Problem] = []
-    checks: list[Check] = [
-        _check_model,
-        check_batch,
-        check_sequence,
-        *([check_tensor] if runs_model else []),
-        partial(check_pipeline, runs_stages=runs_model),
-        _check_recompute,
-        _check_rotary,
-    ]
-    try:
-        plan = with_derived_rules(plan, model) if known_tensor is None else _with_rules(plan, known_tensor)
-    except PlanError as error:
-        problems += error.problems
-    for check in checks:
-        problems += check(plan, model, batch)
+    if known_tensor is not None:
+        plan = plan.model_copy(update={"tensor": known_tensor})
+    else:
+        try:
+            plan = with_derived_rules(plan, model)
+        except PlanError as error:
+            problems += error.problems
+    for check in CHECKS:
+        if runs_model or check not in RUNNING_CHECKS:
+            problems += check(plan, model, batch)
     if problems:
         raise PlanError(problems)
     layers = resolve_layers(plan, model, batch)
@@ -89,10 +83,6 @@ def resolve_plan(
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
         }
     )
-
-
-def _with_rules(plan: ParallelPlan, tensor: TensorPlan) -> ParallelPlan:
-    return plan.model_copy(update={"tensor": tensor})
 
 
 def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -155,3 +145,17 @@ def _check_selective(plan: ParallelPlan) -> Problems:
             "back through a layer twice, but torch returns what selective recomputation has kept only once",
             "set recompute.mode = 'full', or use another schedule",
         )
+
+
+CHECKS: tuple[Check, ...] = (
+    _check_model,
+    check_batch,
+    check_sequence,
+    check_tensor,
+    check_pipeline,
+    check_stages,
+    _check_recompute,
+    _check_rotary,
+)
+# These run the model on meta, which takes longest.
+RUNNING_CHECKS = (check_tensor, check_stages)

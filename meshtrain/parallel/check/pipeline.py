@@ -17,12 +17,26 @@ from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 
 
-def check_pipeline(
-    plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, *, runs_stages: bool = True
-) -> Problems:
-    pp, pipeline = plan.mesh.pp, plan.pipeline
-    stages = pp * pipeline.stages_per_rank
+def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     yield from _check_schedule(plan, batch)
+    yield from _check_stage_numbers(plan, model)
+
+
+def check_stages(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    """Run the stages of a pipeline on meta, unless `check_pipeline` reports their layers."""
+    if plan.mesh.pp == 1 or any(True for _ in _check_stage_numbers(plan, model)):
+        return
+    try:
+        sizes = resolve_layers(plan, model, batch)
+        check_cut(model, sizes)
+        if plan.tensor.sequence_parallel and plan.mesh.tp > 1:
+            yield from _check_split_borders(model, sizes)
+    except UserError as error:
+        yield from error.problems
+
+
+def _check_stage_numbers(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    pp, pipeline = plan.mesh.pp, plan.pipeline
     if pp > 1 and model.get_output_embeddings() is None:
         yield Problem(
             f"mesh.pp = {pp}, but {type(model).__name__} has no language modeling head, and only causal language "
@@ -32,15 +46,10 @@ def check_pipeline(
         return
     try:
         name, layers = find_layers(model)
-        problems = list(_check_counts(pipeline, name, len(layers), stages))
-        yield from problems
-        if pp > 1 and runs_stages and not problems:
-            sizes = resolve_layers(plan, model, batch)
-            check_cut(model, sizes)
-            if plan.tensor.sequence_parallel and plan.mesh.tp > 1:
-                yield from _check_split_borders(model, sizes)
     except UserError as error:
         yield from error.problems
+    else:
+        yield from _check_counts(pipeline, name, len(layers), pp * pipeline.stages_per_rank)
 
 
 def _check_split_borders(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> Problems:
