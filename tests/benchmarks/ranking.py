@@ -1,6 +1,6 @@
 """Whether the plan that a search puts first is the fastest, on two processes of this machine.
 
-    python -m tests.benchmarks.ranking [--rounds 3] [--top 8] [--machine FILE]
+    python -m tests.benchmarks.ranking [--rounds 3] [--top 8] [--seconds 180] [--machine FILE]
 
 The machine is calibrated first, unless a description is given. The plans that the search puts first
 run one after the other in every round. Nothing else should run on the machine.
@@ -15,30 +15,29 @@ from tempfile import TemporaryDirectory
 from meshtrain.config.toml import load_machine
 from meshtrain.planning.machine import CPU_GRANULARITY, Machine
 from meshtrain.planning.needs import simulated_run
-from meshtrain.planning.search.command import alone, rank_plans
-from meshtrain.planning.search.ranking import Wanted
-from meshtrain.training.resolve import resolve_run
+from meshtrain.planning.search.ranking import rank_plans
+from meshtrain.planning.search.wanted import wanted_run
 from tests.benchmarks.prediction import LLAMA, calibrated, make_run, measured
 
-PROCESSES, SECONDS = 2, 180.0
+PROCESSES = 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--top", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=180.0, help="in which simulations may begin")
     parser.add_argument("--machine", type=Path)
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:
         description = load_machine(arguments.machine or calibrated(Path(folder)))
     machine = Machine("this machine", description, CPU_GRANULARITY, is_cpu=True)
-    config = make_run(LLAMA, 1, {})
-    wanted = Wanted(config, resolve_run(alone(config), 1), machine, PROCESSES)
-    ranking = rank_plans(wanted, (), time.monotonic() + SECONDS)
+    wanted = wanted_run(make_run(LLAMA, 1, {}), machine, PROCESSES)
+    ranking = rank_plans(wanted, (), PROCESSES, time.monotonic() + arguments.seconds)
     first = ranking.fitting[: arguments.top]
     if not first:
         raise SystemExit("no plan fits this machine")
-    print(f"{ranking.num_candidates} plans, {len(ranking.simulated)} simulated, {len(first)} run")
+    print(f"{len(ranking.estimates)} plans, {len(ranking.simulated)} simulated, {len(first)} run")
     seconds: list[list[float]] = [[] for _ in first]
     for _ in range(arguments.rounds):
         for found, times in zip(first, seconds, strict=True):

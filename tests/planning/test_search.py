@@ -14,12 +14,12 @@ from meshtrain.config.toml import load_run
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
-from meshtrain.planning.search.alternatives import estimated_reason
 from meshtrain.planning.search.candidates import Candidate, candidates
-from meshtrain.planning.search.command import alone
 from meshtrain.planning.search.estimate import Estimate
-from meshtrain.planning.search.ranking import Wanted, build_estimator, kinds_of, simulate_all
-from meshtrain.training.resolve import resolve_run
+from meshtrain.planning.search.kinds import build_estimator
+from meshtrain.planning.search.ranking import promising, quickest_first, simulate_all
+from meshtrain.planning.search.reasons import estimated_reason
+from meshtrain.planning.search.wanted import wanted_run
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
 
@@ -103,7 +103,7 @@ def test_as_many_plans_are_shown_as_asked_for(run_file: str, capsys: pytest.Capt
 
 def test_no_plan_is_simulated_after_the_deadline_but_one_on_each_core(run_file: str) -> None:
     config = config_of(run_file)
-    wanted = Wanted(config, resolve_run(alone(config), 1), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)
     simulated, _ = simulate_all(wanted, CASES, deadline=0.0)
     assert len(simulated) == min(num_cores(), len(CASES))
 
@@ -137,11 +137,49 @@ def test_what_the_model_refuses_is_said(run_file: str, capsys: pytest.CaptureFix
 
 def test_layers_of_stages_stay_as_the_run_has_them(run_file: str) -> None:
     config = config_of(run_file, "plan.mesh.pp=2", "plan.pipeline.layers_per_stage=[3, 5]")
-    wanted = Wanted(config, resolve_run(alone(config), 1), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)
     case = candidate(2, 1, 2, 1, 4)
     assert wanted.resolved(case).plan.pipeline.layers_per_stage == [3, 5]
     assert case.plan(config.plan).pipeline.layers_per_stage == [3, 5]
     assert sum(wanted.resolved(replace(case, pp=4, dp_shard=1)).plan.pipeline.layers_per_stage) == LAYERS
+
+
+def test_wrong_rule_is_told_as_check_does(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(run_file).read_text()
+    Path(run_file).write_text(text + '[plan.tensor.styles]\n"model.layers.*.mlp.down_proj" = "colwise"\n')
+    assert search(run_file, "plan.mesh.tp=2", "plan.mesh.pp=1") == 2
+    told = capsys.readouterr().err.strip()
+    overrides = ["plan.mesh.tp=2", "plan.mesh.dp_shard=2", "plan.tensor.sequence_parallel=true"]
+    assert cli._exit_code(["check", run_file, *overrides, "--world-size", "4"]) == 2
+    assert told == capsys.readouterr().err.strip()
+
+
+def estimates_of(seconds: dict[Candidate, float], peak_bytes: float = 1.0) -> dict[Candidate, Estimate]:
+    return {it: Estimate(value, lambda: peak_bytes) for it, value in seconds.items()}
+
+
+def test_plans_that_are_about_as_fast_are_ordered_by_the_time_of_a_simulation() -> None:
+    slow, quick, late = CASES[5], CASES[4], CASES[0]
+    estimates = estimates_of({slow: 1.0, quick: 1.02, late: 1.5})
+    assert quickest_first([slow, quick, late], estimates) == [quick, slow, late]
+    assert quickest_first([], {}) == []
+
+
+def test_offloading_is_tried_only_where_a_plan_does_not_fit_without() -> None:
+    here = CASES[4]
+    away = replace(here, offload="cpu")
+    estimates = estimates_of({here: 1.0, away: 2.0})
+    assert promising(estimates, limit_bytes=2.0) == [here]
+    too_large = {**estimates, here: Estimate(1.0, lambda: 3.0)}
+    assert promising(too_large, limit_bytes=2.0) == [away]
+    # What is a little too large in closed form may fit.
+    assert promising({here: Estimate(1.0, lambda: 2.1)}, limit_bytes=2.0) == [here]
+
+
+def test_few_plans_of_one_mesh_are_promising() -> None:
+    same = [replace(CASES[0], micro_batch_size=2**power) for power in range(6)]
+    estimates = estimates_of({it: float(number) for number, it in enumerate([*same, CASES[3]], start=1)})
+    assert promising(estimates, limit_bytes=2.0) == [*same[:4], CASES[3]]
 
 
 def test_reason_of_a_plan_that_was_not_simulated() -> None:
@@ -206,11 +244,14 @@ CASES = [
 ]
 
 
+ALL_AT_ONCE = candidate(2, 1, 2, 1, 1, schedule="GPipe")
+
+
 def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     shipped: Machine = find_machine("h100-80gb", PROCESSES)
     config = config_of(run_file)
-    wanted = Wanted(config, resolve_run(alone(config), 1), shipped, PROCESSES)
-    estimator = build_estimator(wanted, kinds_of(CASES))
+    wanted = wanted_run(config, shipped, PROCESSES)
+    estimator = build_estimator(wanted, {it.kind for it in [*CASES, ALL_AT_ONCE]})
     for case in CASES:
         estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), shipped)
         assert needs.time is not None
@@ -220,3 +261,6 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
         )
         assert estimate.peak_bytes == pytest.approx(needs.peak_bytes, rel=0.15), case.described()
         assert estimate.seconds == pytest.approx(needs.time.seconds, rel=0.25), case.described()
+    # Its logits wait for the backward passes, too.
+    at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
+    assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)

@@ -1,8 +1,12 @@
 """Which plan trains a run fastest on some GPUs.
 
+alternatives: the plans that people usually take.
 candidates: all plans that come into question.
 command: what `meshtrain search` does.
-estimate: memory and seconds of a candidate in closed form, from a few simulated layers.
-layers: the simulated layers.
-ranking: the best candidates, simulated.
+estimate: memory and seconds of a candidate in closed form.
+kinds: what the layers of each kind of candidates need.
+layers: what one layer needs, from a simulated step.
+ranking: candidates from the fastest to the slowest.
+reasons: why a plan loses.
+wanted: the run whose plan is searched.
 """

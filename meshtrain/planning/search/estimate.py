@@ -73,10 +73,8 @@ class Estimator:
         plan: of the run, for its number formats.
         global_batch_size: in sequences.
         sizes: of the model.
-        needs: (tp, sequence parallel, recomputation) -> what layers need for a microbatch of one
-            sequence.
-        more_needs: (tp, sequence parallel) -> one of these keys, and what its layers need for
-            `MORE_ROWS` sequences.
+        needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
+            sequence for all kinds, and `MORE_ROWS` for one kind of each tp and sequence parallel.
         speed: of the machine.
     """
 
@@ -85,12 +83,12 @@ class Estimator:
         plan: ParallelPlan,
         global_batch_size: int,
         sizes: ModelSizes,
-        needs: Mapping[Kind, LayerNeeds],
-        more_needs: Mapping[tuple[int, bool], tuple[Kind, LayerNeeds]],
+        needs: Mapping[tuple[Kind, int], LayerNeeds],
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
-        self._needs, self._more_needs, self._speed = needs, more_needs, speed
+        self._needs, self._speed = needs, speed
+        self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
         self._has_formats = len(set(formats)) > 1
@@ -100,7 +98,7 @@ class Estimator:
 
     def knows(self, candidate: Candidate) -> bool:
         """Return whether the layers of a candidate were simulated."""
-        return candidate.kind in self._needs
+        return (candidate.kind, 1) in self._needs
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
@@ -113,7 +111,7 @@ class Estimator:
         )
 
     def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
-        needs = self._needs[candidate.kind]
+        needs = self._needs[candidate.kind, 1]
         whole = shape.parameters[rank] / candidate.tp
         shard = whole / candidate.dp_shard
         uses_fsdp = candidate.dp_shard > 1 or self._has_formats or candidate.offload == "cpu"
@@ -158,14 +156,18 @@ class Estimator:
 
     def _part_seconds(self, kind: Kind, rows: int) -> LayerSeconds:
         """Return the seconds of parts for a microbatch."""
-        tp, sequence_parallel, _ = kind
-        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
-        known, more = self._more_needs[tp, sequence_parallel]
-        one, many = (astuple(layer_seconds(needs, rates)) for needs in (self._needs[known], more))
+        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=kind[0]))
+
+        def seconds(of: Kind, number: int) -> tuple[float, ...]:
+            return astuple(layer_seconds(self._needs[of, number], rates))
+
+        known = self._with_more[kind[:2]]
+        pairs = zip(seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
         # What does not grow with the sequences is the work of parameters, whatever is recomputed.
-        fixed = [max(0.0, low - (high - low) / (MORE_ROWS - 1)) for low, high in zip(one, many, strict=True)]
-        of_kind = astuple(layer_seconds(self._needs[kind], rates))
-        return LayerSeconds(*(part + rows * max(0.0, it - part) for part, it in zip(fixed, of_kind, strict=True)))
+        fixed = [max(0.0, low - (high - low) / (MORE_ROWS - 1)) for low, high in pairs]
+        return LayerSeconds(
+            *(part + rows * max(0.0, it - part) for part, it in zip(fixed, seconds(kind, 1), strict=True))
+        )
 
     def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
         pp, replicate, shard, tp = mesh
@@ -196,15 +198,14 @@ class Estimator:
         gather = self._messages(*where, "all_gather", int(layer * self._compute), DP_SHARD)
         reduce = self._messages(*where, "reduce_scatter", int(layer * self._reduce), DP_SHARD)
         layers = len(sizes.layers) / candidate.pp
-        times = number if candidate.reshard == "always" else 1
+        # Which passes gather, and how often.
+        passes, times = ((forward, backward), number) if candidate.reshard == "always" else ((forward,), 1)
         if not self._speed.is_asynchronous:
-            return layers * (times * gather * (2 if candidate.reshard == "always" else 1) + reduce)
-        hidden = max(0.0, gather - forward), max(0.0, gather - backward), max(0.0, reduce - backward)
-        # Nothing hides the gather of the first layer of a pass, backward too if it is freed.
-        first = times * candidate.stages_per_rank * gather * (2 if candidate.reshard == "always" else 1)
-        return first + layers * (
-            times * (hidden[0] + (hidden[1] if candidate.reshard == "always" else 0.0)) + hidden[2]
-        )
+            return layers * (times * len(passes) * gather + reduce)
+        # Nothing hides the gather of the first layer of a pass.
+        first = candidate.stages_per_rank * len(passes) * gather
+        later = layers * sum(max(0.0, gather - seconds) for seconds in passes)
+        return times * (first + later) + layers * max(0.0, reduce - backward)
 
     def _replica_seconds(self, candidate: Candidate, backward: float) -> float:
         """Return the seconds of the reduction over copies that nothing hides."""
@@ -227,7 +228,7 @@ class Estimator:
         """Return the seconds of messages between stages that a process waits for."""
         if candidate.pp == 1:
             return 0.0
-        needs = self._needs[candidate.kind]
+        needs = self._needs[candidate.kind, 1]
         size = min(needs.kept_bytes) * candidate.micro_batch_size
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)

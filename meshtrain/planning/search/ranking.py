@@ -1,40 +1,32 @@
-"""The best candidates, simulated."""
+"""Candidates from the fastest to the slowest: in closed form first, the best ones simulated."""
 
-import math
-import os
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
-from meshtrain.config.plan import TensorPlan
-from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES
-from meshtrain.data.tokens.workers import num_cores
-from meshtrain.errors import UserError
-from meshtrain.models.flops import flops_of_layers
-from meshtrain.parallel.account import flops_around_layers
-from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.errors import PlanError, UserError
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.planning.machine import Machine
+from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.memory import MemoryUse
-from meshtrain.planning.needs import find_needs, simulated_run
-from meshtrain.planning.search.candidates import Candidate, Kind
-from meshtrain.planning.search.estimate import MORE_ROWS, Estimate, Estimator, ModelSizes
-from meshtrain.planning.search.layers import MICROBATCHES, LayerNeeds, layer_needs
-from meshtrain.planning.simulation.pipeline import simulate
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.needs import find_needs
+from meshtrain.planning.search.alternatives import usual_plans, variants
+from meshtrain.planning.search.candidates import Candidate, candidates
+from meshtrain.planning.search.estimate import Estimate
+from meshtrain.planning.search.kinds import build_estimator
+from meshtrain.planning.search.wanted import Wanted
 from meshtrain.planning.speed.step_time import StepTime
-from meshtrain.runtime.ranks import program_hidden, run_on_ranks
-from meshtrain.training.resolve import ResolvedRun
+from meshtrain.training.resolve import resolve_run
 
-Result = TypeVar("Result")
-# Candidates that are simulated, of these with one mesh or a separate backward pass, and how long
-# it may take.
-SIMULATED, FEW, MOST_SPLIT, TIMEOUT = 20, 4, 4, 3600.0
-# An estimate may be this far off, and the candidate is still simulated.
+# Candidates that are simulated, and of these with one mesh or a separate backward pass.
+SIMULATED, FEW, MOST_SPLIT = 20, 4, 4
+# Those that are simulated before the usual plans, and those that are if nothing fits.
+FIRST, SMALLEST = 6, 4
+# An estimate of memory may be this far off, and the candidate is still simulated.
 MARGIN = 1.15
+# Estimates of seconds that differ by less do not tell which plan is faster.
+ALIKE = 1.03
 
 
 @dataclass(frozen=True)
@@ -55,150 +47,75 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A run whose plan is searched.
+class Ranking:
+    """Plans for a run, from the fastest to the slowest.
 
     Attributes:
-        config: of the run, without a plan that is fixed.
-        base: the run, resolved for one process.
-        machine: on which it will run.
-        world_size: number of processes.
-        tensors: tp and sequence parallel -> the tensor rules, once they are known.
+        simulated: the most promising ones, some that differ from them, and usual ones.
+        fitting: those of them that fit the machine, from the fastest one that passes all checks on.
+        refused: candidate -> the contradiction.
+        usual: name -> the best candidate of each usual kind.
+        estimates: of all candidates, in closed form.
     """
 
-    config: RunConfig
-    base: ResolvedRun
-    machine: Machine
-    world_size: int
-    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
-
-    def resolved(self, candidate: Candidate, *, runs_model: bool = False) -> ResolvedRun:
-        """Return the run with the plan of a candidate.
-
-        Args:
-            candidate: its settings.
-            runs_model: whether to run the model on meta, as `meshtrain check` does.
-
-        Raises:
-            UserError: if the plan contradicts the model or the batches.
-        """
-        # A plan that is written has the settings of the user, without those of the model's family.
-        written, plan, rows = (
-            candidate.plan(self.config.plan),
-            candidate.plan(self.base.plan),
-            candidate.micro_batch_size,
-        )
-        cut = {"layers_per_stage": written.pipeline.layers_per_stage, "split_at": written.pipeline.split_at}
-        plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update=cut)})
-        config = self.config.model_copy(update={"plan": written, "micro_batch_size": rows})
-        length = self.base.batch.sequence_length
-        batch = BatchShape(self.config.global_batch_size, rows, length, self.base.batch.width_multiple)
-        plan = resolve_plan(
-            plan,
-            self.base.model,
-            batch,
-            self.world_size,
-            known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
-            runs_model=runs_model,
-        )
-        return replace(self.base, config=config, plan=plan, batch=batch)
-
-    def of_layers(self, kind: Kind, rows: int) -> SimulatedRun:
-        """Return a step on one stage, to look at its layers.
-
-        Args:
-            kind: tp, sequence parallel and recomputation.
-            rows: sequences of a microbatch.
-
-        Raises:
-            UserError: if the model refuses such a plan.
-        """
-        tp, sequence_parallel, recompute = kind
-        candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
-        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows})
-        resolved = replace(self, config=config, world_size=tp).resolved(candidate)
-        self.tensors[kind[:2]] = resolved.plan.tensor
-        return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
+    simulated: list[Found]
+    fitting: list[Found]
+    refused: dict[Candidate, UserError]
+    usual: dict[str, Candidate]
+    estimates: dict[Candidate, Estimate]
 
 
-def model_sizes(base: ResolvedRun) -> ModelSizes:
-    """Return the sizes of a model."""
-    name, layers = find_layers(base.model)
-    before, after = flops_around_layers(base.model)
-    first, *others = flops_of_layers(layers, base.model.config, base.batch.sequence_length)
-    around = [0, 0]
-    head = {id(parameter) for parameter in base.model.get_output_embeddings().parameters()}
-    for parameter_name, parameter in base.model.named_parameters(remove_duplicate=False):
-        if not parameter_name.startswith(f"{name}."):
-            around[id(parameter) in head and "embed" not in parameter_name] += parameter.numel()
-    return ModelSizes(
-        tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
-        (around[0], around[1]),
-        (before + first, *others),
-        after,
-    )
-
-
-def build_estimator(wanted: Wanted, kinds: Sequence[Kind]) -> Estimator:
-    """Return an estimator that knows the layers of some kinds of candidates.
+def rank_plans(wanted: Wanted, pinned: Collection[str], on_host: int, deadline: float) -> Ranking:
+    """Return the fastest plans for a run.
 
     Args:
-        wanted: the run. It then knows the tensor rules of these kinds.
-        kinds: tp, sequence parallel and recomputation. Those that the model refuses are left out.
-            Without sequence parallelism more memory is needed for the same seconds, so that is left
-            out where the model allows it.
+        wanted: the run.
+        pinned: keys that the user has set.
+        on_host: number of processes on a host.
+        deadline: on the monotonic clock, after which no further plan is simulated.
+
+    Raises:
+        UserError: if all plans contradict the run.
     """
-    degrees = sorted({tp for tp, _, _ in kinds})
-    sizes, speed = model_sizes(wanted.base), wanted.machine.config.speed
-    assert speed is not None
-    needs: dict[Kind, LayerNeeds] = {}
-    more: dict[tuple[int, bool], tuple[Kind, LayerNeeds]] = {}
-    refusals: list[UserError] = []
-    for found in _on_all_cores(_needs_of_kinds, degrees, wanted, kinds, len(sizes.layers)):
-        needs |= found.needs
-        more |= found.more_needs
-        wanted.tensors.update(found.tensors)
-        refusals += found.refusals
-    if not needs:
-        raise refusals[0]
-    return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, more, speed)
+    found = _candidates(wanted, pinned, on_host)
+    estimator = build_estimator(wanted, {it.kind for it in found})
+    limit = wanted.machine.memory_bytes / (1 + wanted.machine.config.fragmentation)
+    estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
+    best = promising(estimates, limit)
+    usual = usual_plans(estimates, limit, on_host)
+    likely = quickest_first(best[:FIRST], estimates)
+    others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *best[FIRST:]]
+    chosen = [it for it in dict.fromkeys([*likely, *others]) if it in estimates]
+    simulated, refused = simulate_all(wanted, chosen, deadline)
+    if not any(it.fits for it in simulated):
+        # Those that need least tell whether anything fits.
+        small = sorted(set(estimates) - set(chosen), key=lambda it: estimates[it].peak_bytes)
+        more, further = simulate_all(wanted, small[:SMALLEST], deadline)
+        simulated, refused = [*simulated, *more], refused | further
+    fitting, further = _checked(wanted, [it for it in simulated if it.fits])
+    refused |= further
+    if not fitting and (further or not simulated):
+        raise next(iter((further or refused).values()))
+    return Ranking(simulated, fitting, refused, usual, estimates)
 
 
-@dataclass(frozen=True)
-class _KindNeeds:
-    """What layers need with one degree of tp, as in `Estimator`, the tensor rules, and refusals."""
+def _candidates(wanted: Wanted, pinned: Collection[str], on_host: int) -> list[Candidate]:
+    """Return every plan that comes into question.
 
-    needs: dict[Kind, LayerNeeds]
-    more_needs: dict[tuple[int, bool], tuple[Kind, LayerNeeds]]
-    tensors: dict[tuple[int, bool], TensorPlan]
-    refusals: list[UserError]
-
-
-def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Sequence[Kind], num_layers: int) -> _KindNeeds:
-    found = _KindNeeds({}, {}, wanted.tensors, [])
-
-    def needs_of(kind: Kind, rows: int) -> LayerNeeds:
-        return layer_needs(simulate(wanted.of_layers(kind, rows)).profiles[0], num_layers)
-
-    # Without recomputation, less of the work of a layer is that of the parameters alone.
-    for kind in sorted((it for it in kinds if it[0] == tp), key=lambda it: (not it[1], it[2] != "none")):
-        if (tp, True, kind[2]) in found.needs:
-            continue
-        try:
-            needs = needs_of(kind, 1)
-            if kind[:2] not in found.more_needs:
-                found.more_needs[kind[:2]] = kind, needs_of(kind, MORE_ROWS)
-        except UserError as error:
-            # Such a plan contradicts the model.
-            found.refusals.append(error)
-            continue
-        found.needs[kind] = needs
+    Raises:
+        PlanError: if what the user has set excludes all of them.
+    """
+    num_layers = len(find_layers(wanted.base.model)[1])
+    may_offload = not wanted.machine.is_cpu
+    found = list(candidates(wanted.config, pinned, wanted.world_size, num_layers, on_host, may_offload=may_offload))
+    if not found:
+        # The contradiction is the one that `meshtrain check` finds.
+        resolve_run(wanted.config, wanted.world_size)
+        raise PlanError(
+            f"no plan for {wanted.world_size} processes has the settings {', '.join(sorted(pinned))}",
+            "leave some of them out, or take another number of processes",
+        )
     return found
-
-
-def kinds_of(found: Sequence[Candidate]) -> list[Kind]:
-    """Return tp, sequence parallel and recomputation of all candidates, each once."""
-    return sorted({it.kind for it in found})
 
 
 def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> list[Candidate]:
@@ -207,87 +124,83 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
     There are not too many of one mesh, nor of schedules with separate weight gradients: all layers
     of their stages are simulated, which takes long. These come last.
     """
-    chosen: list[Candidate] = []
-    doubtful: list[Candidate] = []
-    numbers: Counter[object] = Counter()
-    for candidate in sorted(estimates, key=lambda it: estimates[it].seconds):
-        is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
-        without = replace(candidate, offload="none")
-        if without != candidate and without in estimates and estimates[without].peak_bytes <= limit_bytes:
-            # It fits without offloading, which takes longer.
-            continue
-        if numbers[candidate.mesh] == FEW or (is_split and numbers["split"] == MOST_SPLIT):
-            continue
-        peak_bytes = estimates[candidate].peak_bytes
-        if peak_bytes > limit_bytes * MARGIN or (peak_bytes > limit_bytes and numbers["doubtful"] == SIMULATED):
-            continue
-        is_doubtful = peak_bytes > limit_bytes
-        (doubtful if is_doubtful else chosen).append(candidate)
-        numbers.update([candidate.mesh, *(["split"] if is_split else []), *(["doubtful"] if is_doubtful else [])])
-        if len(chosen) == SIMULATED:
-            break
-    chosen += doubtful[: SIMULATED - len(chosen)]
-    return sorted(chosen, key=lambda it: it.pp > 1 and SCHEDULES[it.schedule].splits_backward)
+
+    def should_fit(candidate: Candidate) -> bool:
+        return candidate in estimates and estimates[candidate].peak_bytes <= limit_bytes
+
+    def is_useful(candidate: Candidate) -> bool:
+        # What fits without offloading only takes longer with it.
+        return candidate.offload == "none" or not should_fit(replace(candidate, offload="none"))
+
+    fastest = sorted(estimates, key=lambda it: estimates[it].seconds)
+    fitting = (it for it in fastest if should_fit(it) and is_useful(it))
+    chosen = list(islice(_few_of_each(fitting), SIMULATED))
+    if len(chosen) < SIMULATED:
+        near = (it for it in fastest if limit_bytes < estimates[it].peak_bytes <= limit_bytes * MARGIN)
+        chosen += islice(_few_of_each(filter(is_useful, near)), SIMULATED - len(chosen))
+    return sorted(chosen, key=_splits_backward)
+
+
+def _few_of_each(found: Iterable[Candidate]) -> Iterator[Candidate]:
+    meshes: Counter[tuple[int, ...]] = Counter()
+    num_split = 0
+    for candidate in found:
+        is_split = _splits_backward(candidate)
+        if meshes[candidate.mesh] < FEW and not (is_split and num_split == MOST_SPLIT):
+            meshes[candidate.mesh] += 1
+            num_split += is_split
+            yield candidate
+
+
+def _splits_backward(candidate: Candidate) -> bool:
+    return candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
+
+
+def quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate]) -> list[Candidate]:
+    """Return candidates by seconds; of those about as fast, what is quick to simulate comes first.
+
+    With fewer stages on a process, a simulation takes less.
+    """
+    slow = min((estimates[it].seconds for it in best), default=0.0) * ALIKE
+    return sorted(best, key=lambda it: (estimates[it].seconds > slow, it.stages_per_rank, estimates[it].seconds))
 
 
 def simulate_all(
-    wanted: Wanted, candidates: Sequence[Candidate], deadline: float
+    wanted: Wanted, found: Sequence[Candidate], deadline: float
 ) -> tuple[list[Found], dict[Candidate, UserError]]:
     """Simulate candidates.
 
     Args:
         wanted: the run.
-        candidates: the most promising ones first.
+        found: the candidates, the most promising ones first.
         deadline: on the monotonic clock, after which no further one is begun, except the first on
             each core.
 
     Returns:
         Those that were simulated, from the fastest to the slowest; and what contradicts the run.
     """
-    answers = _on_all_cores(_simulated, candidates, wanted, deadline=deadline)
-    found = sorted((it for it in answers if isinstance(it, Found)), key=lambda it: it.time.seconds)
-    return found, dict(it for it in answers if not isinstance(it, Found))
+    answers = on_all_cores(_simulated, found, wanted, deadline=deadline)
+    simulated = sorted((it for it in answers if isinstance(it, Found)), key=lambda it: it.time.seconds)
+    return simulated, dict(it for it in answers if not isinstance(it, Found))
 
 
 def _simulated(candidate: Candidate, wanted: Wanted) -> Found | tuple[Candidate, UserError]:
     """Return a simulated candidate, or what contradicts it."""
-    try:
-        needs = find_needs(wanted.resolved(candidate), wanted.machine)
-    except UserError as error:
-        return candidate, error
-    use = max(needs.uses, key=lambda use: use.peak_bytes)
+    needs = wanted.attempted(candidate, lambda: find_needs(wanted.resolved(candidate), wanted.machine))
+    if isinstance(needs, UserError):
+        return candidate, needs
     assert needs.time is not None
+    use = needs.uses[needs.fullest]
     fits = wanted.machine.with_fragmentation(use.peak_bytes) <= wanted.machine.memory_bytes
     return Found(candidate, use, needs.time, fits)
 
 
-def _on_all_cores(
-    compute: Callable[..., Result], values: Sequence[Any], *args: Any, deadline: float = math.inf
-) -> list[Result]:
-    """Return `compute(value, *args)` for each value, computed on all cores of this machine.
-
-    Args:
-        compute: a module-level function.
-        values: for which it is called.
-        args: further arguments of it.
-        deadline: on the monotonic clock, after which no process begins a second value.
-    """
-    if not values:
-        return []
-    workers = min(len(values), num_cores())
-    with program_hidden():
-        shares = run_on_ranks(workers, _share, compute, values, args, deadline, joins=False, timeout=TIMEOUT)
-    found = {index: result for share in shares for index, result in share}
-    return [found[index] for index in sorted(found)]
-
-
-def _share(
-    compute: Callable[..., Result], values: Sequence[Any], args: Sequence[Any], deadline: float
-) -> list[tuple[int, Result]]:
-    """Compute this worker's share of the values."""
-    found: list[tuple[int, Result]] = []
-    for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
-        if found and time.monotonic() > deadline:
-            break
-        found.append((index, compute(values[index], *args)))
-    return found
+def _checked(wanted: Wanted, fitting: Sequence[Found]) -> tuple[list[Found], dict[Candidate, UserError]]:
+    """Return the plans from the fastest one that passes all checks, and why others do not."""
+    refused: dict[Candidate, UserError] = {}
+    for index, found in enumerate(fitting):
+        contradiction = wanted.contradiction(found.candidate)
+        if contradiction is None:
+            return [*fitting[index:]], refused
+        refused[found.candidate] = contradiction
+    return [], refused

@@ -1,6 +1,5 @@
 """Simulate every process of a run that differs from the others."""
 
-import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -8,9 +7,9 @@ from multiprocessing import current_process
 
 import torch.distributed as dist
 
-from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of
 from meshtrain.planning.simulation.processes import alike_processes
@@ -18,9 +17,8 @@ from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import SimulatedRun
 from meshtrain.planning.simulation.shorter import ShortPipeline, pass_orders_of, shorten, stages_of_ranks
 from meshtrain.planning.simulation.task import Task
-from meshtrain.runtime.ranks import RankError, program_hidden, run_on_ranks
+from meshtrain.runtime.ranks import RankError
 
-SECONDS = 3600.0
 # Number of forward passes of layers that take about as long as the start of other processes.
 MOST_HERE = 200
 
@@ -130,19 +128,9 @@ def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
     may_start = not current_process().daemon and len(tasks) > 1
     if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
         return [task.simulate() for task in tasks]
-    workers = min(len(tasks), num_cores())
     try:
-        with program_hidden():
-            answers = run_on_ranks(workers, _simulate_share, tasks, joins=False, timeout=SECONDS)
+        return on_all_cores(Task.simulate, tasks)
     except RankError as error:
         if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None
         raise error from None
-    found = {rank: profile for answer in answers for rank, profile in answer}
-    return [found[task.rank] for task in tasks]
-
-
-def _simulate_share(tasks: Sequence[Task]) -> list[tuple[int, RankProfile]]:
-    """Simulate this worker's share of some processes."""
-    own = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    return [(task.rank, task.simulate()) for task in own]

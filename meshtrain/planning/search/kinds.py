@@ -1,0 +1,102 @@
+"""What the layers of each kind of candidates need, from simulations."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from meshtrain.config.plan import TensorPlan
+from meshtrain.errors import UserError
+from meshtrain.models.flops import flops_of_layers
+from meshtrain.parallel.account import flops_around_layers
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.planning.cores import on_all_cores
+from meshtrain.planning.search.candidates import Kind
+from meshtrain.planning.search.estimate import MORE_ROWS, Estimator, ModelSizes
+from meshtrain.planning.search.layers import LayerNeeds, layer_needs
+from meshtrain.planning.search.wanted import Wanted
+from meshtrain.planning.simulation.pipeline import simulate
+from meshtrain.training.resolve import ResolvedRun
+
+
+def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
+    """Return an estimator that knows the layers of some kinds of candidates.
+
+    Args:
+        wanted: the run. It then knows the tensor rules of these kinds.
+        kinds: tp, sequence parallel and recomputation. Those that the model refuses are left out.
+            Without sequence parallelism more memory is needed for the same seconds, so that is left
+            out where the model allows it.
+
+    Raises:
+        UserError: if the model refuses all of them.
+    """
+    degrees = sorted({tp for tp, _, _ in kinds})
+    sizes, speed = _model_sizes(wanted.base), wanted.machine.config.speed
+    assert speed is not None
+    needs: dict[tuple[Kind, int], LayerNeeds] = {}
+    refusals: list[UserError] = []
+    for found in on_all_cores(_needs_of_kinds, degrees, wanted, kinds, len(sizes.layers)):
+        needs |= found.needs
+        wanted.tensors.update(found.tensors)
+        refusals += found.refusals
+    if not needs:
+        raise refusals[0]
+    return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, speed)
+
+
+@dataclass
+class _Found:
+    """What was found out about kinds of layers.
+
+    Attributes:
+        needs: kind and sequences of a microbatch -> what the layers need.
+        tensors: tp and sequence parallel -> the tensor rules.
+        refusals: why other kinds contradict the model.
+    """
+
+    needs: dict[tuple[Kind, int], LayerNeeds] = field(default_factory=dict)
+    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
+    refusals: list[UserError] = field(default_factory=list)
+
+
+def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Collection[Kind], num_layers: int) -> _Found:
+    found = _Found()
+    # Without recomputation, less of the work of a layer is that of the parameters alone.
+    for kind in sorted((it for it in kinds if it[0] == tp), key=lambda it: (not it[1], it[2] != "none")):
+        if ((tp, True, kind[2]), 1) in found.needs:
+            continue
+        is_first = not any(known[:2] == kind[:2] for known, _ in found.needs)
+        needs = {}
+        for rows in (1, MORE_ROWS) if is_first else (1,):
+            answer = _needs(wanted, kind, rows, num_layers)
+            if isinstance(answer, UserError):
+                found.refusals.append(answer)
+                break
+            needs[kind, rows] = answer
+        else:
+            found.needs |= needs
+    found.tensors = wanted.tensors
+    return found
+
+
+def _needs(wanted: Wanted, kind: Kind, rows: int, num_layers: int) -> LayerNeeds | UserError:
+    """Return what layers need, or what contradicts the model."""
+    alone, candidate = wanted.of_layers(kind, rows)
+    return alone.attempted(candidate, lambda: layer_needs(simulate(alone.simulated(candidate)).profiles[0], num_layers))
+
+
+def _model_sizes(base: ResolvedRun) -> ModelSizes:
+    """Return the sizes of a model."""
+    name, layers = find_layers(base.model)
+    before, after = flops_around_layers(base.model)
+    first, *others = flops_of_layers(layers, base.model.config, base.batch.sequence_length)
+    around = [0, 0]
+    head = {id(parameter) for parameter in base.model.get_output_embeddings().parameters()}
+    for parameter_name, parameter in base.model.named_parameters(remove_duplicate=False):
+        if not parameter_name.startswith(f"{name}."):
+            around[id(parameter) in head and "embed" not in parameter_name] += parameter.numel()
+    return ModelSizes(
+        tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        (around[0], around[1]),
+        (before + first, *others),
+        after,
+    )

@@ -1,0 +1,129 @@
+"""A run whose plan is searched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from meshtrain.config.families import with_family
+from meshtrain.config.plan import TensorPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.errors import UserError
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.planning.machine import Machine
+from meshtrain.planning.needs import simulated_run
+from meshtrain.planning.search.candidates import Candidate, Kind
+from meshtrain.planning.search.layers import MICROBATCHES
+from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.training.resolve import ResolvedRun, resolve_run
+
+Result = TypeVar("Result")
+# Settings of a plan that a search sets. Those for one process fit every model.
+_ALONE = {
+    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
+    "pipeline": {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": "balanced", "split_at": None},
+    "tensor": {"sequence_parallel": False},
+    "shard": {"reshard_after_forward": "auto", "offload": "none"},
+    "recompute": {"mode": "none"},
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run whose plan is searched.
+
+    Attributes:
+        config: of the run.
+        base: the run, resolved for one process.
+        machine: on which it will run.
+        world_size: number of processes.
+        tensors: tp and sequence parallel -> the tensor rules, once they are known.
+    """
+
+    config: RunConfig
+    base: ResolvedRun
+    machine: Machine
+    world_size: int
+    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
+
+    def resolved(self, candidate: Candidate, *, runs_model: bool = False) -> ResolvedRun:
+        """Return the run with the plan of a candidate.
+
+        Args:
+            candidate: its settings.
+            runs_model: whether to run the model on meta, as `meshtrain check` does.
+
+        Raises:
+            UserError: if the plan contradicts the model or the batches.
+        """
+        wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
+        base, data = self.base, self.config.data
+        batch = BatchShape(self.config.global_batch_size, rows, data.sequence_length, data.pad_to_multiple_of)
+        plan = resolve_plan(
+            with_family(wanted, base.hf_config.model_type),
+            base.model,
+            batch,
+            self.world_size,
+            known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
+            runs_model=runs_model,
+        )
+        config = self.config.model_copy(update={"plan": wanted, "micro_batch_size": rows})
+        return replace(base, config=config, plan=plan, batch=batch)
+
+    def of_layers(self, kind: Kind, rows: int) -> tuple["Wanted", Candidate]:
+        """Return a run on one stage, to look at its layers, and its only candidate.
+
+        Args:
+            kind: tp, sequence parallel and recomputation.
+            rows: sequences of a microbatch.
+        """
+        tp, sequence_parallel, recompute = kind
+        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows})
+        candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
+        return replace(self, config=config, world_size=tp), candidate
+
+    def simulated(self, candidate: Candidate) -> SimulatedRun:
+        """Return what the simulation of a candidate needs; its tensor rules are known from then on.
+
+        Raises:
+            UserError: if the plan contradicts the model or the batches.
+        """
+        resolved = self.resolved(candidate)
+        self.tensors[candidate.kind[:2]] = resolved.plan.tensor
+        return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
+
+    def contradiction(self, candidate: Candidate) -> UserError | None:
+        """Return what `meshtrain check` would say of a candidate, if it would refuse it."""
+        try:
+            self.resolved(candidate, runs_model=True)
+        except UserError as error:
+            return error
+        return None
+
+    def attempted(self, candidate: Candidate, simulate: Callable[[], Result]) -> Result | UserError:
+        """Return what a simulation of a candidate returns, or what contradicts the candidate."""
+        try:
+            return simulate()
+        except UserError as error:
+            return error
+        except Exception:
+            contradiction = self.contradiction(candidate)
+            if contradiction is None:
+                raise
+            return contradiction
+
+
+def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
+    """Return a run whose plan is searched.
+
+    Args:
+        config: of the run.
+        machine: on which it will run.
+        world_size: number of processes.
+
+    Raises:
+        UserError: for a contradiction that no plan changes.
+    """
+    tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
+    plan = config.plan.model_copy(update=tables)
+    alone = config.model_copy(update={"plan": plan, "micro_batch_size": 1})
+    return Wanted(config, resolve_run(alone, 1), machine, world_size)
