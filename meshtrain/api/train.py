@@ -10,6 +10,7 @@ from meshtrain.config.arguments import wrong
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.profiling.known_machine import known_machine
+from meshtrain.profiling.prediction_file import NoPrediction
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.resolve import ResolvedRun
@@ -59,7 +60,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         for hook in predicting:
             hook.predict(resolved)
 
-    return train_run(config, [*predicting, *_profile_hooks(config), *own], before_joining)
+    first: Sequence[Hook] = predicting or [NoPrediction()]
+    return train_run(config, [*first, *_profile_hooks(config), *own], before_joining)
 
 
 def _prediction_hooks(config: RunConfig) -> "list[PredictionHook]":

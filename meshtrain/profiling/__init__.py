@@ -2,6 +2,7 @@
 
 known_machine: the machine for which a run is predicted.
 prediction: what is predicted for a run. prediction_hook: shows it beside what the run did.
+prediction_file: keeps it in the run directory.
 files: the prediction and the profile that a run directory may hold.
 hook: measures a few steps of a run, and writes their profile.
 stopwatch: times of the phases of a step. tracer: the trace of one step.

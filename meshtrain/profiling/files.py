@@ -154,7 +154,7 @@ class ProfileSummary:
 
     Attributes:
         steps: the first and the last step of the profile, counted from 1.
-        step_seconds: time of each of these steps.
+        step_seconds: time of each of these steps but the last one, which is traced.
         ranks: the processes that were profiled.
         timeline: of one step.
     """

@@ -3,17 +3,14 @@
 RUN/prediction.json  the prediction, see meshtrain.profiling.files
 """
 
-import json
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.config.reading import shown_path
-from meshtrain.data.cache import write_atomically
-from meshtrain.errors import Problem, reason_of
 from meshtrain.planning.machine import find_machine
 from meshtrain.profiling.comparison import MeasuredHook, comparison_lines, prediction_lines
-from meshtrain.profiling.files import Prediction, prediction_path, read_summary
+from meshtrain.profiling.files import Prediction, read_summary
 from meshtrain.profiling.prediction import read_or_predict
+from meshtrain.profiling.prediction_file import keep_prediction
 from meshtrain.training.hooks import Metrics, RunState
 from meshtrain.training.resolve import ResolvedRun
 
@@ -49,22 +46,7 @@ class PredictionHook(MeasuredHook):
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
         """Write the prediction into the run directory, or remove that of an earlier plan."""
-        if not state.is_first_rank:
-            return
-        path = prediction_path(Path(state.config.run_directory))
-        try:
-            if self._prediction is None:
-                path.unlink(missing_ok=True)
-            else:
-                write_atomically(path, json.dumps(self._prediction.to_json()))
-        except OSError as error:
-            state.report_problem(
-                Problem(
-                    f"cannot write {shown_path(path)}: {reason_of(error)}, so training stopped",
-                    'free disk space, or set machine = "none", then start the run again; it resumes from its newest '
-                    "checkpoint",
-                )
-            )
+        keep_prediction(state, self._prediction)
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
         """Show what was measured, unless the run failed or was too short."""

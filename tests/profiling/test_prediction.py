@@ -154,6 +154,15 @@ def test_prediction_is_read_again_unless_the_plan_changes(real: tuple[Path, list
     assert "Step: predicted" in changed
 
 
+def test_prediction_of_an_earlier_start_is_removed_if_nothing_is_predicted(tmp_path: Path) -> None:
+    config = one_process(tmp_path / "out", machine=machine_file(tmp_path))
+    run_on_ranks(1, train_here, config, joins=False)
+    assert prediction_path(tmp_path / "out").exists()
+    later = config.model_copy(update={"machine": "none", "steps": config.steps + 1})
+    run_on_ranks(1, train_here, later, joins=False)
+    assert not prediction_path(tmp_path / "out").exists()
+
+
 def test_report_shows_predicted_against_measured(real: tuple[Path, list[str], list[Prediction]]) -> None:
     directory = real[0] / "out"
     rows = rows_of(directory)

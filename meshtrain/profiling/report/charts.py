@@ -99,7 +99,7 @@ def peak_bars(prediction: Prediction, measured: dict[int, int]) -> StackedBars:
     """Return the predicted peak of each pp rank, above the measured one if there is one."""
     bars = []
     for pp_rank, predicted in enumerate(prediction.peak_bytes):
-        bars.append(Bar(f"pp {pp_rank}", {"predicted": predicted}))
+        bars.append(Bar(f"pp rank {pp_rank}", {"predicted": predicted}))
         if pp_rank in measured:
             bars.append(Bar("", {"measured": measured[pp_rank]}))
     styles = {"predicted": "blue", "measured": "vermillion"}
