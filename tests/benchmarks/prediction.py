@@ -37,7 +37,8 @@ _LLAMA = {
     "max_position_embeddings": 512,
 }
 _GPT2 = {"vocab_size": 8000, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 512}
-LLAMA, GPT2 = {"type": "llama", "config": _LLAMA}, {"type": "gpt2", "config": _GPT2}
+LLAMA: dict[str, Any] = {"type": "llama", "config": _LLAMA}
+GPT2: dict[str, Any] = {"type": "gpt2", "config": _GPT2}
 _PP = {"pp": 2, "dp_shard": 1}
 PLANS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     # name: model, sequences of a microbatch, plan
@@ -70,6 +71,18 @@ PLANS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "gpt2, 1F1B": (GPT2, 1, {"mesh": _PP}),
     "gpt2, LoopedBFS": (GPT2, 1, {"mesh": _PP, "pipeline": {"schedule": "LoopedBFS", "stages_per_rank": 2}}),
 }
+
+
+SMALL = {
+    "llama": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128},
+    "gpt2": {"n_layer": 2, "n_embd": 64},
+}
+
+
+def make_small() -> None:
+    """Shrink the models, to see that a benchmark works."""
+    for model in (LLAMA, GPT2):
+        model["config"].update(SMALL[model["type"]])
 
 
 def make_run(model: dict[str, Any], rows: int, plan: dict[str, Any]) -> RunConfig:
@@ -107,7 +120,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--small", action="store_true", help="tiny models, to see that the benchmark works")
     arguments = parser.parse_args()
+    if arguments.small:
+        make_small()
     with TemporaryDirectory() as folder:
         config = load_machine(arguments.machine or calibrated(Path(folder)))
     machine = Machine("this machine", config, CPU_GRANULARITY, is_cpu=True)

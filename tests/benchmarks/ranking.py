@@ -17,7 +17,7 @@ from meshtrain.planning.machine import CPU_GRANULARITY, Machine
 from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.search.ranking import rank_plans
 from meshtrain.planning.search.wanted import wanted_run
-from tests.benchmarks.prediction import LLAMA, calibrated, make_run, measured
+from tests.benchmarks.prediction import LLAMA, calibrated, make_run, make_small, measured
 
 PROCESSES = 2
 
@@ -28,7 +28,10 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=180.0, help="in which simulations may begin")
     parser.add_argument("--machine", type=Path)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
     arguments = parser.parse_args()
+    if arguments.small:
+        make_small()
     with TemporaryDirectory() as folder:
         description = load_machine(arguments.machine or calibrated(Path(folder)))
     machine = Machine("this machine", description, CPU_GRANULARITY, is_cpu=True)

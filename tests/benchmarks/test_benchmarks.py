@@ -1,10 +1,13 @@
 """The benchmarks run at a small size that does not measure speed."""
 
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations, islice
+from pathlib import Path
 
+from meshtrain import planning
 from tests.benchmarks.bare import LAYOUTS
 from tests.benchmarks.duplicates_corpus import plain_shingles, python_documents, similar_pairs, with_near_duplicates
 from tests.benchmarks.tokenizing import installed
@@ -35,6 +38,25 @@ def test_startup_benchmark_starts_both_sides_in_every_layout_of_two_ranks() -> N
 def test_collectives_benchmark_counts_both_rules() -> None:
     _, *rows = run_benchmark("tests.benchmarks.collectives")
     assert [" ".join(row) for row in rows] == ["GPT-2 4 2 + 2 = 4 2 + 2 = 4"]
+
+
+MACHINE = str(Path(planning.__file__).parent / "machines" / "h100-80gb.toml")
+
+
+def test_prediction_benchmark_compares_predicted_and_measured_seconds() -> None:
+    plans = ["gpt2, tp", "llama, 1F1B"]
+    lines = run_benchmark("tests.benchmarks.prediction", "--rounds", "1", "--machine", MACHINE, "--only", *plans)
+    *rows, last = [" ".join(row) for row in lines]
+    assert [row.partition(" predicted")[0] for row in rows] == ["llama, 1F1B", "gpt2, tp"]
+    assert re.fullmatch(r"2 plans: median [\d.]+%, worst [\d.]+%", last)
+
+
+def test_ranking_benchmark_runs_what_a_search_puts_first() -> None:
+    lines = run_benchmark("tests.benchmarks.ranking", "--rounds", "1", "--seconds", "0", "--machine", MACHINE)
+    first, *rows, last = [" ".join(row) for row in lines]
+    assert re.fullmatch(r"\d+ plans, \d simulated, \d run", first)
+    assert all("predicted" in row and "measured" in row for row in rows)
+    assert last.startswith("the first one takes +")
 
 
 def test_tokenizing_benchmark_measures_every_contender() -> None:
