@@ -1,5 +1,6 @@
 """Fake tensors, a fake process group, and what an observer of operators must know about them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -88,8 +89,9 @@ _DROPOUT = 4
 _PROPAGATIONS = ("_propagate_tensor_meta", "_propagate_tensor_meta_cached", "_propagate_tensor_meta_non_cached")
 
 
+@functools.cache
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode in which new tensors have a shape and a device, but no memory.
+    """Return the mode in which new tensors of this process have a shape and no memory.
 
     Why: torch documents the mode, but keeps it in a private module.
     Holds: torch 2.11 to 2.13.

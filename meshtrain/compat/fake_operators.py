@@ -1,7 +1,7 @@
 """Run operators on fake tensors faster than torch's mode does."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ class FakeOperators:
     Holds: torch 2.11 to 2.13.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[Any, _Make | None] = {}
+    # Of all simulations of this process, which have one mode of fake tensors.
+    _known: ClassVar[dict[Any, _Make | None]] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator."""
@@ -57,7 +57,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what decides how the result of an operator looks, or None if that is not known."""
-    if func.namespace != "aten" or not args:
+    if func.namespace not in ("aten", "_c10d_functional") or not args:
         return None
     found: list[Any] = [func]
     if not _describe(args, found):

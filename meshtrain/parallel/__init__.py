@@ -44,6 +44,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
+from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.pipeline import Pipeline
@@ -74,6 +75,7 @@ def build_pipeline(
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
     allocation: AbstractContextManager[Any] = _REAL,
+    structure: Structure | None = None,
 ) -> Pipeline:
     """Build a pipeline from a stock model, with memory for its parameters but without values.
 
@@ -90,6 +92,8 @@ def build_pipeline(
             the same layers are put back on it; with one, each stage gets copies.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
+        structure: of the unfused model, if it is known, and tensor parallelism does not cut what
+            the stages send. It is not changed.
 
     Returns:
         The stages of this process. Call `initialize` or `load_shards` next.
@@ -108,7 +112,8 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
-    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan), getattr(torch, plan.precision.compute))
+    compute = getattr(torch, plan.precision.compute)
+    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()

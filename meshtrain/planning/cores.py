@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from meshtrain.data.tokens.workers import num_cores
+from meshtrain.runtime.garbage_collection import rare_collections
 from meshtrain.runtime.ranks import program_hidden, run_on_ranks
 
 Result = TypeVar("Result")
@@ -42,8 +43,9 @@ def _share(
 ) -> dict[int, Result]:
     """Compute this process's share of the values."""
     found: dict[int, Result] = {}
-    for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
-        if found and time.monotonic() > deadline:
-            break
-        found[index] = compute(values[index], *args)
+    with rare_collections():
+        for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
+            if found and time.monotonic() > deadline:
+                break
+            found[index] = compute(values[index], *args)
     return found

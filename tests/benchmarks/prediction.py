@@ -22,7 +22,7 @@ from meshtrain.config.toml import load_machine
 from meshtrain.planning.calibration.overhead import measure_steps
 from meshtrain.planning.machine import CPU_GRANULARITY, Machine
 from meshtrain.planning.needs import find_needs, simulated_run
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
 

@@ -12,7 +12,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.run import SimulatedRun
 
 SEQUENCE = 128
 _LLAMA = {

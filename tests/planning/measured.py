@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from meshtrain.compat.autograd import OperatorMode
 from meshtrain.models.layout import local_tensor
 from meshtrain.planning.calibration.overhead import build_real
-from meshtrain.planning.simulation.rank import SimulatedRun, group_axes
+from meshtrain.planning.simulation.rank import group_axes
 from meshtrain.planning.simulation.recorder import Recorder
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import Totals, totals_of
 from meshtrain.profiling.peak import peaks_on_cpu
 from meshtrain.profiling.trace import sections_named

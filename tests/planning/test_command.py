@@ -6,7 +6,8 @@ import pytest
 
 from meshtrain import cli
 from meshtrain.planning.machine import GIB, find_machine, shipped_machines
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank
+from meshtrain.planning.simulation.run import SimulatedRun
 from tests.planning.cases import PLANS, make_run
 from tests.planning.files import MACHINE, RUN, write_machine, write_run
 from tests.ranks import run_on_ranks

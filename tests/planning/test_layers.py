@@ -18,7 +18,8 @@ from meshtrain.planning.simulation.layers import fewest_layers, likes
 from meshtrain.planning.simulation.outline import outline_of
 from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import DEEP_MODELS, make_run, run_of
 from tests.ranks import run_on_ranks

@@ -10,8 +10,9 @@ from meshtrain.planning.memory import memory_use
 from meshtrain.planning.names import rank_range
 from meshtrain.planning.simulation.pipeline import Simulation, simulate
 from meshtrain.planning.simulation.processes import Shape, alike_processes
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import UNEVEN, make_run
 from tests.planning.measured import measure

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from meshtrain.planning.memory import MemoryUse, memory_use
 from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run
 from tests.planning.measured import Measured, measure
@@ -88,26 +89,34 @@ def test_many_microbatches_are_put_together_from_few(schedule: str) -> None:
         assert memory_use(other).peak_bytes == pytest.approx(memory_use(one).peak_bytes, rel=0.01)
 
 
-def compare_two_ranks(run: SimulatedRun) -> None:
-    """Compare the steps of both pp ranks with those of all layers and microbatches."""
+def compare_ranks(run: SimulatedRun) -> None:
+    """Compare the steps of all pp ranks with those of all layers and microbatches."""
+    width = run.plan.mesh.world_size // run.plan.mesh.pp
     for pp_rank, together in enumerate(simulate(run).profiles):
-        alone = simulate_rank(run, pp_rank * run.plan.mesh.dp_shard)
+        alone = simulate_rank(run, pp_rank * width)
         assert totals_of(together.work()) == totals_of(alone.work())
         use = memory_use(alone)
         assert memory_use(together).peak_bytes == pytest.approx(use.peak_bytes, rel=0.02)
-        assert memory_use(together).at_peak[Role.GATHERED] == use.at_peak[Role.GATHERED]
+        for role in (Role.GATHERED, Role.UNREDUCED):
+            assert memory_use(together).at_peak.get(role) == use.at_peak.get(role)
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
-def test_gathered_layers_of_several_stages_are_put_together(reshard: str) -> None:
-    plan = {
-        "mesh": {"pp": 2, "dp_shard": 2},
-        "pipeline": SCHEDULES["Interleaved1F1B"],
-        "shard": {"reshard_after_forward": reshard},
-    }
+@pytest.mark.parametrize("plan", ["pp, interleaved x fsdp", "pp, interleaved x fsdp, freed"])
+def test_gathered_layers_of_several_stages_are_put_together(plan: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
-    run = make_run("llama", plan, microbatches=10, values={"num_hidden_layers": 24, **sizes})
-    run_on_ranks(1, compare_two_ranks, run, joins=False, timeout=300)
+    run = make_run("llama", PLANS[plan], microbatches=10, values={"num_hidden_layers": 24, **sizes})
+    run_on_ranks(1, compare_ranks, run, joins=False, timeout=300)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_gradients_of_weights_in_passes_of_their_own_are_put_together(schedule: str) -> None:
+    plan = {
+        "mesh": {"pp": 4, "dp_shard": 2},
+        "pipeline": SCHEDULES[schedule],
+        "precision": {"compute": "bfloat16"},
+    }
+    run = make_run("llama", plan, microbatches=24, values={**MODELS["llama"], "num_hidden_layers": 8})
+    run_on_ranks(1, compare_ranks, run, joins=False, timeout=300)
 
 
 def gathers(run: SimulatedRun) -> int:
@@ -116,17 +125,14 @@ def gathers(run: SimulatedRun) -> int:
     return sum(number for it, number in work.items() if it.axis == "dp_shard" and "allgather" in it.name)
 
 
-@pytest.mark.parametrize("reshard", ["never", "always"])
-def test_passes_gather_what_reshard_after_forward_frees(reshard: str) -> None:
-    plan = {
-        "mesh": {"pp": 2, "dp_shard": 2},
-        "pipeline": SCHEDULES["Interleaved1F1B"],
-        "shard": {"reshard_after_forward": reshard},
-    }
-    (found,) = run_on_ranks(1, gathers, make_run("llama", plan), joins=False)
-    # The embedding and three layers: once, or forward and backward in 4 microbatches. FSDP2 gathers
-    # one of them ahead in vain.
-    assert found == {"never": 4, "always": 2 * 4 * 4 + 1}[reshard]
+# The embedding and three layers: once, or forward and backward in 4 microbatches. FSDP2 gathers one
+# of them ahead in vain.
+@pytest.mark.parametrize(
+    ("plan", "number"), [("pp, interleaved x fsdp", 4), ("pp, interleaved x fsdp, freed", 2 * 4 * 4 + 1)]
+)
+def test_passes_gather_what_reshard_after_forward_frees(plan: str, number: int) -> None:
+    (found,) = run_on_ranks(1, gathers, make_run("llama", PLANS[plan]), joins=False)
+    assert found == number
 
 
 @pytest.mark.parametrize("plan", ["one process", "fsdp"])

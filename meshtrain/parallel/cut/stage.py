@@ -172,6 +172,7 @@ def cut(
     layers_per_stage: Sequence[int],
     indices: Sequence[int],
     compute: torch.dtype | None = None,
+    structure: Structure | None = None,
 ) -> list[Stage]:
     """Return the stages with the given indices.
 
@@ -181,6 +182,7 @@ def cut(
             the head).
         indices: of the stages that this process holds, ascending.
         compute: number format in which the model computes; None: that of its parameters.
+        structure: of the model, if it is known.
 
     Raises:
         ModelError: for a class whose parts cannot be divided among stages.
@@ -189,8 +191,13 @@ def cut(
     if num_stages == 1:
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
-    structure, routes = find_borders(model, layers_per_stage, compute)
-    return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
+    structure = structure or probe_structure(_traceable(model, compute))
+    routes = _routes(structure, layers_per_stage)
+    models = [*(copy_with_hooks(model) for _ in indices[1:]), model]
+    return [
+        _cut_one(own, structure, routes[index], layers_per_stage, index)
+        for own, index in zip(models, indices, strict=True)
+    ]
 
 
 def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:

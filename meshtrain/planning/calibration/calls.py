@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from meshtrain.compat.fake import full_name_of, operator_of
-from meshtrain.planning.simulation.rank import SimulatedRun, record_rank
+from meshtrain.planning.simulation.rank import record_rank
 from meshtrain.planning.simulation.recorder import Recorder, Work
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.rates import operator_key, operator_size
 
 # Larger calls would take too long, and too much memory.

@@ -28,8 +28,9 @@ from meshtrain.planning.calibration.operators import (
 from meshtrain.planning.calibration.overhead import operator_overhead
 from meshtrain.planning.machine import GIB
 from meshtrain.planning.needs import simulated_run
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.rates import Rates
 from meshtrain.runtime.agreement import is_first_rank
 from meshtrain.runtime.environment import local_world_size_from_environment, world_size_from_environment

@@ -12,7 +12,7 @@ from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale

@@ -13,7 +13,7 @@ from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.search.candidates import Candidate, Kind
 from meshtrain.planning.search.layers import MICROBATCHES
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 
 Result = TypeVar("Result")

@@ -18,6 +18,9 @@ def without_passes(pipeline: Pipeline) -> Pipeline:
 
 @dataclass(frozen=True)
 class _WithoutPasses(Pipeline):
+    def prepare(self, labels: Tensor) -> None:
+        """Build nothing: there is no schedule."""
+
     def forward_backward(
         self, batch: Mapping[str, Tensor], loss_function: LossFunction, *, loss_scale: float = 1.0
     ) -> Tensor:

@@ -20,10 +20,11 @@ from meshtrain.parallel.cut.probe import Structure, find_layers
 from meshtrain.parallel.cut.stage import find_borders
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
-from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError, stream_problem
 from meshtrain.planning.simulation.layers import fewest_layers, likes
+from meshtrain.planning.simulation.models import build_run_model, full_model
 from meshtrain.planning.simulation.processes import Shape
-from meshtrain.planning.simulation.rank import SimulatedRun, build_run_model
+from meshtrain.planning.simulation.run import SimulatedRun
 
 # The settings of a plan that name modules.
 RULES = ("styles", "fused", "local_attributes", "local_inputs")
@@ -86,9 +87,9 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     Raises:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
-    model = build_run_model(run)
-    parameters = [_parameters(layer) for layer in find_layers(model)[1]]
-    kinds = _layer_kinds(model, run, parameters)
+    full = full_model(run)
+    parameters = [_parameters(layer) for layer in find_layers(full)[1]]
+    kinds = _layer_kinds(full, run, parameters)
     stages = _layers_of_stages(run)
     # Such a schedule computes the gradients of all weights of a stage in one pass.
     all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
@@ -96,7 +97,7 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers]))
         for layers in stages
     ]
-    keep_layers(model, [layer for layers in kept for layer in layers])
+    model = build_run_model(replace(run, layers=tuple(layer for layers in kept for layer in layers)))
     unfuse(model, run.plan.tensor.fused)
     structure, routes = _borders(model, run, kept, leaves_out=stages != kept)
     shapes = _shapes(model, with_layers(run, kept).plan, structure)

@@ -1,6 +1,6 @@
 """Simulate every process of a run that differs from the others."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import current_process
@@ -11,11 +11,12 @@ from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.microbatches import MicrobatchesNeededError, with_passes
 from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of
 from meshtrain.planning.simulation.processes import alike_processes
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun
-from meshtrain.planning.simulation.shorter import ShortPipeline, pass_orders_of, shorten, stages_of_ranks
+from meshtrain.planning.simulation.run import SimulatedRun
+from meshtrain.planning.simulation.shorter import ShortPipeline, pass_orders_of, short_pipelines, stages_of_ranks
 from meshtrain.planning.simulation.task import Task
 from meshtrain.runtime.ranks import RankError
 
@@ -73,24 +74,43 @@ def simulate(run: SimulatedRun) -> Simulation:
 
 
 def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
-    held, width = stages_of_ranks(run), run.plan.mesh.world_size // run.plan.mesh.pp
+    held = stages_of_ranks(run)
     kinds = [_rank_kind(outline.stages, stages) for stages in held]
     # The last of them, which has the fewest microbatches at once.
     last = {kind: rank for rank, kind in enumerate(kinds)}
     chosen = sorted(last.values())
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
-    short = shorten(run, outline, chosen)
-    simulated = dict(zip(chosen, _simulate_groups(short, groups), strict=True))
-    number = num_microbatches(run.plan, run.batch)
-    pp_ranks = []
-    for rank, (kind, order) in enumerate(zip(kinds, pass_orders_of(run), strict=True)):
-        index = chosen.index(last[kind])
-        stages = dict(zip(held[rank], short.held[short.ranks[index]], strict=True))
-        ranks = [tuple(rank * width + process for process in group) for group in groups[index]]
-        steps = [profile.with_passes(number, order, stages) for profile in simulated[last[kind]]]
-        pp_ranks.append(tuple(map(Processes, ranks, steps)))
     firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
-    return Simulation(tuple(pp_ranks), tuple(firsts))
+    likes = [chosen.index(last[kind]) for kind in kinds]
+    for short in short_pipelines(run, outline, chosen):
+        try:
+            return Simulation(tuple(_put_together(run, short, groups, likes)), tuple(firsts))
+        except MicrobatchesNeededError:
+            continue
+    raise RuntimeError("the simulation of all microbatches does not show what they do")
+
+
+def _put_together(
+    run: SimulatedRun, short: ShortPipeline, groups: Sequence[Sequence[tuple[int, ...]]], likes: Sequence[int]
+) -> Iterator[tuple[Processes, ...]]:
+    """Yield the processes of each pp rank of a run.
+
+    Args:
+        run: with all pp ranks and microbatches.
+        short: the pipeline in which some of them are simulated.
+        groups: the processes of each simulated pp rank.
+        likes: for each pp rank, the index of the simulated one that does the same.
+
+    Raises:
+        MicrobatchesNeededError: if the pipeline has too few.
+    """
+    simulated = _simulate_groups(short, groups)
+    width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
+    for rank, (stages, like, order) in enumerate(zip(stages_of_ranks(run), likes, pass_orders_of(run), strict=True)):
+        same = dict(zip(stages, short.held[short.ranks[like]], strict=True))
+        ranks = [tuple(rank * width + process for process in group) for group in groups[like]]
+        steps = [with_passes(few, number, order, same) for few in simulated[like]]
+        yield tuple(map(Processes, ranks, steps))
 
 
 def _rank_kind(stages: Sequence[StageOutline], held: Sequence[int]) -> tuple[Hashable, ...]:

@@ -1,7 +1,7 @@
 """What one process does in a step, with any number of microbatches."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,51 +88,6 @@ class RankProfile:
                 total[work] += number * times[id(items)]
         return total
 
-    def with_passes(self, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> "RankProfile":
-        """Return the step of a process with like stages, and with another number of microbatches.
-
-        The first and the last microbatches do what they do here, and all others what the middle one
-        does: FSDP2 gathers parameters in the first and reduces gradients in the last, and messages
-        are awaited while another microbatch is computed.
-
-        Args:
-            number: of microbatches.
-            passes: of that process.
-            stages: its stage -> the stage of this process that is like it.
-        """
-        before, known, behind = self.parts()
-        actions = [self._scaled(action, number) for action in before]
-        last = {microbatch: index for index, (_, _, microbatch) in enumerate(passes)}
-        extra = self._left_by_middle(known) if number > self.num_microbatches else 0
-        for index, (phase, stage, microbatch) in enumerate(passes):
-            like = self._like(microbatch, number)
-            found = [it.of_pass(stage, microbatch) for it in known[Pass(phase, stages[stage], like)]]
-            is_middle = like == self.num_microbatches // 2
-            if extra and is_middle and last[microbatch] == index:
-                found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
-            actions += found
-        messages = {work: times * number // self.num_microbatches for work, times in self.between_stages.items()}
-        return RankProfile((*actions, *behind), number, Counter(messages))
-
-    def _left_by_middle(self, known: Mapping[Pass, Sequence[ActionProfile]]) -> int:
-        """Return the bytes of messages that the middle microbatch leaves.
-
-        The memory of a message is allocated when it is awaited, while another microbatch is
-        computed. Near the ends of a short step, that microbatch may be another one than in a long
-        step. In a long step each frees as much as it allocates.
-        """
-        middle, role = self.num_microbatches // 2, ROLES.index(Role.MESSAGES)
-        found = (action for at, actions in known.items() if at.microbatch == middle for action in actions)
-        return sum(int(action.by_role()[role]) for action in found)
-
-    def _like(self, microbatch: int, number: int) -> int:
-        """Return which of this profile's microbatches is like one of another number of them."""
-        middle = self.num_microbatches // 2
-        from_end = number - microbatch
-        if from_end < self.num_microbatches - middle:
-            return self.num_microbatches - from_end
-        return min(microbatch, middle)
-
     def rounded(self, granularity: int) -> "RankProfile":
         """Return the same with all memory in whole pieces of the allocator.
 
@@ -163,11 +118,6 @@ class RankProfile:
                 latest = Pass(action.phase.removeprefix("after "), action.stage, action.microbatch)
             known.setdefault(latest, []).append(action)
         return before, known, behind
-
-    def _scaled(self, action: ActionProfile, number: int) -> ActionProfile:
-        """Return an action before the microbatches, with the batch of all of them."""
-        scaled = action.changes * number // self.num_microbatches
-        return replace(action, changes=np.where(action.roles == ROLES.index(Role.BATCH), scaled, action.changes))
 
 
 def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:

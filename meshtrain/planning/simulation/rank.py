@@ -1,9 +1,7 @@
 """Simulate the step of one process of a run."""
 
-import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.dtensor import local_part
 from meshtrain.compat.fake import (
@@ -26,22 +23,18 @@ from meshtrain.compat.fake import (
 )
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
 from meshtrain.config.mesh import AXES, PP
-from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerConfig
 from meshtrain.errors import ModelError
-from meshtrain.models.build import build_meta_model
-from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline
-from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
-from meshtrain.planning.simulation.fewer_layers import keep_layers
+from meshtrain.planning.simulation.models import build_run_model, shared_structure
 from meshtrain.planning.simulation.no_passes import without_passes
 from meshtrain.planning.simulation.optimizer import FakeAdamW
 from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
+from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
@@ -49,35 +42,6 @@ from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.step import StepContext, train_step
 
 AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """What the simulation of a run needs, in a form that can be sent to other processes.
-
-    Attributes:
-        hf_config: of the model.
-        attention: its implementation.
-        trust_remote_code: whether the code of the model may come from its folder.
-        plan: resolved.
-        batch: shape of the batches.
-        inputs: names of the inputs besides `input_ids` and `labels`.
-        optimizer: of the run.
-        granularity: of the allocator in bytes.
-        on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
-        layers: indices of the layers of the model that exist, ascending; None: all.
-    """
-
-    hf_config: PretrainedConfig
-    attention: str
-    trust_remote_code: bool
-    plan: ParallelPlan
-    batch: BatchShape
-    inputs: tuple[str, ...]
-    optimizer: OptimizerConfig
-    granularity: int = 1
-    on_gpus: bool = False
-    layers: tuple[int, ...] | None = None
 
 
 class NotSimulated(ModelError):
@@ -217,19 +181,6 @@ def record_rank(
         ) from error
 
 
-def build_run_model(run: SimulatedRun) -> PreTrainedModel:
-    """Return the model of a run on the meta device, with the layers that exist in the run."""
-    model = build_meta_model(
-        copy.deepcopy(run.hf_config),
-        dtype=DTYPES[run.plan.precision.parameters],
-        attention=run.attention,
-        trust_remote_code=run.trust_remote_code,
-    )
-    if run.layers is not None:
-        keep_layers(model, run.layers)
-    return model
-
-
 def _record(
     run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline]
 ) -> AnyRecorder:
@@ -245,6 +196,7 @@ def _record(
             seed=0,
             device=torch.device("cpu"),
             allocation=fake,
+            structure=shared_structure(run),
         )
         stack.enter_context(fake)
         optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)

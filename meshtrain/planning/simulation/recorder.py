@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.autograd import UncompiledOperatorMode
 from meshtrain.compat.fake import (
     BUFFERED,
     GATHERED,
@@ -111,7 +111,7 @@ class Action:
     work: list[Counter[Work] | Work] = field(default_factory=list)
 
 
-class Recorder(OperatorMode):
+class Recorder(UncompiledOperatorMode):
     """Records every allocation, operator and message while it is active.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A pipeline with those pp ranks alone that differ from each other."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
@@ -9,7 +9,7 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.simulation.outline import Outline, StageOutline
-from meshtrain.planning.simulation.rank import SimulatedRun
+from meshtrain.planning.simulation.run import SimulatedRun
 
 # A few first microbatches, the last ones, and one between them. Without a pipeline the first and
 # the last alone differ from the others.
@@ -41,14 +41,30 @@ class ShortPipeline:
         return pass_orders_of(self.run)
 
 
-def shorten(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> ShortPipeline:
-    """Return a pipeline of the chosen pp ranks if that is possible, with few microbatches.
+def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> Iterator[ShortPipeline]:
+    """Yield pipelines in which a simulation may take place, from the shortest one on.
+
+    The last one has all pp ranks and microbatches of the run.
 
     Args:
         run: whose plan is resolved.
         outline: of the run.
         chosen: the pp ranks that differ from each other, ascending.
     """
+    alone = _chosen_alone(run, outline, chosen)
+    if alone is not None:
+        yield _with_fewest(alone, run, 1)
+        yield _with_fewest(alone, run, 2)
+    full = ShortPipeline(run, outline.stages, tuple(chosen))
+    times = 1
+    while (found := _with_fewest(full, run, times)).run.batch != run.batch:
+        yield found
+        times *= 2
+    yield full
+
+
+def _chosen_alone(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> ShortPipeline | None:
+    """Return a pipeline of the chosen pp ranks alone, if they then do the same."""
     held = stages_of_ranks(run)
     kept = sorted(stage for rank in chosen for stage in held[rank])
     stages = tuple(outline.stages[stage] for stage in kept)
@@ -56,9 +72,7 @@ def shorten(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> Short
     short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh}))
     alone = [tuple(kept[stage] for stage in stages) for stages in stages_of_ranks(short)]
     is_alike = outline.is_stream and alone == [held[rank] for rank in chosen] and _keeps_patterns(run, stages)
-    if not is_alike:
-        return ShortPipeline(_with_fewest(run, run), outline.stages, tuple(chosen))
-    return ShortPipeline(_with_fewest(short, run), stages, tuple(range(len(chosen))))
+    return ShortPipeline(short, stages, tuple(range(len(chosen)))) if is_alike else None
 
 
 def stages_of_ranks(run: SimulatedRun) -> list[tuple[int, ...]]:
@@ -82,15 +96,21 @@ def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
     return all((layer - position) % run.plan.recompute.every == 0 for position, layer in enumerate(layers))
 
 
-def _with_fewest(short: SimulatedRun, run: SimulatedRun) -> SimulatedRun:
-    """Return a run with as few microbatches as show what those of another one do."""
-    number = min(num_microbatches(run.plan, run.batch), _fewest_microbatches(short))
+def _with_fewest(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
+    """Return a pipeline with the fewest microbatches that may show what those of a run do.
+
+    Args:
+        short: the pipeline.
+        run: the full one.
+        times: how often the fewest.
+    """
+    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short.run))
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
-    return replace(short, batch=replace(run.batch, global_batch_size=size))
+    batch = replace(run.batch, global_batch_size=size)
+    return replace(short, run=replace(short.run, batch=batch))
 
 
 def _fewest_microbatches(run: SimulatedRun) -> int:
-    """Return how many microbatches show what any number does."""
     name, pp = run.plan.pipeline.schedule, run.plan.mesh.pp
     if name == "DualPipeV":
         # It splits the backward passes of some microbatches only.

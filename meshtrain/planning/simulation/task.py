@@ -8,7 +8,8 @@ from meshtrain.planning.simulation.expansion import with_all_layers
 from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.simulation.outline import StageOutline, with_layers
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import SimulatedRun, simulate_rank, simulate_without_passes
+from meshtrain.planning.simulation.rank import simulate_rank, simulate_without_passes
+from meshtrain.planning.simulation.run import SimulatedRun
 
 
 @dataclass(frozen=True)

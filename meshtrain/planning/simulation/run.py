@@ -1,0 +1,38 @@
+"""What the simulation of a run needs."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import OptimizerConfig
+from meshtrain.parallel.check import BatchShape
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """What the simulation of a run needs, in a form that can be sent to other processes.
+
+    Attributes:
+        hf_config: of the model.
+        attention: its implementation.
+        trust_remote_code: whether the code of the model may come from its folder.
+        plan: resolved.
+        batch: shape of the batches.
+        inputs: names of the inputs besides `input_ids` and `labels`.
+        optimizer: of the run.
+        granularity: of the allocator in bytes.
+        on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
+        layers: indices of the layers of the model that exist, ascending; None: all.
+    """
+
+    hf_config: PretrainedConfig
+    attention: str
+    trust_remote_code: bool
+    plan: ParallelPlan
+    batch: BatchShape
+    inputs: tuple[str, ...]
+    optimizer: OptimizerConfig
+    granularity: int = 1
+    on_gpus: bool = False
+    layers: tuple[int, ...] | None = None
