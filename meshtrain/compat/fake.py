@@ -1,6 +1,7 @@
 """Fake tensors, a fake process group, and what an observer of operators must know about them."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -106,7 +107,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     Why: torch ships this backend for its own tests, in a private module.
     Holds: torch 2.11 to 2.13.
     """
-    level = dist.get_debug_level()
+    level, hook = dist.get_debug_level(), sys.excepthook
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch would compare collectives with real processes.
     dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -115,6 +116,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(level)
+        # torch has put the rank in front of every line of a traceback.
+        sys.excepthook = hook
 
 
 @contextmanager

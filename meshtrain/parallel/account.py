@@ -5,7 +5,7 @@ The counts need no running process.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
-from meshtrain.parallel.cut.probe import find_layers, probe_structure
+from meshtrain.parallel.cut.borders import StageRoutes
+from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
@@ -109,6 +110,21 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
     structure, routes = find_borders(full, layers, getattr(torch, plan.precision.compute))
     if plan.mesh.tp > 1 and may_cut_borders(structure, routes):
         localize(structure, resolve_rules(full, plan.tensor), 0, plan.mesh.tp)
+    return messages_between(structure, routes, plan, rows, length)
+
+
+def messages_between(
+    structure: Structure, routes: Sequence[StageRoutes], plan: ParallelPlan, rows: int, length: int
+) -> list[Message]:
+    """Return what stages send to each other for a microbatch.
+
+    Args:
+        structure: of the unfused model, with the shapes of the first process of tp.
+        routes: of the stages.
+        plan: as for `messages`.
+        rows: as for `messages`.
+        length: as for `messages`.
+    """
     trace = structure.at(rows, length)
     found = []
     for stage, route in enumerate(routes):

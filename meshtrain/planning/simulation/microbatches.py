@@ -1,9 +1,9 @@
 """Put the step of a process with many microbatches together from one with a few of them."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from enum import StrEnum
 
 import numpy as np
 
@@ -11,24 +11,22 @@ from meshtrain.compat.schedules import BACKWARD, WEIGHTS, Pass
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Role
 
+# The phases of a reduction after the last pass of a stage.
+REDUCTION = ("reduction", "after reduction")
 
-class MicrobatchesNeededError(Exception):
-    """Raised if a step has too few microbatches to show what one with more does."""
 
-
-class _Gradients(NamedTuple):
-    """The gradients of a stage before a pass.
+class _Effect(StrEnum):
+    """What a pass does with the gradients of its stage.
 
     FSDP2 adds new gradients to the sum of those before in the next backward pass, which only
     schedules with passes of weights do later.
-
-    Attributes:
-        are_new: whether there are new ones.
-        are_summed: whether there is a sum.
     """
 
-    are_new: bool
-    are_summed: bool
+    NONE = "nothing"
+    NEW = "makes new gradients"
+    MORE = "adds to new gradients"
+    FIRST_SUM = "makes new gradients the sum"
+    SUM = "adds new gradients to the sum"
 
 
 def with_passes(few: RankProfile, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> RankProfile:
@@ -36,31 +34,52 @@ def with_passes(few: RankProfile, number: int, passes: Sequence[Pass], stages: M
 
     The first and the last microbatches do what they do in the short step, and all others what the
     middle one does: FSDP2 gathers parameters in the first and reduces gradients in the last, and
-    messages are awaited while another microbatch is computed.
+    messages are awaited while another microbatch is computed. If such a microbatch treats gradients
+    differently, another one counts.
 
     Args:
-        few: the short step.
+        few: the short step. It shows all passes (`shows_all`).
         number: of microbatches.
         passes: of that process.
         stages: its stage -> the stage of the short step that is like it.
-
-    Raises:
-        MicrobatchesNeededError: if a pass finds gradients as no pass of the short step does.
     """
-    before, known, behind = few.parts()
-    actions = [_scaled(action, few.num_microbatches, number) for action in before]
-    last = {microbatch: index for index, (_, _, microbatch) in enumerate(passes)}
+    before, with_reductions, behind = few.parts()
+    known = {it: [action for action in found if action.phase not in REDUCTION] for it, found in with_reductions.items()}
     middle = few.num_microbatches // 2
     extra = _left_by_middle(known, middle) if number > few.num_microbatches else 0
-    found_in = _Likes(few.num_microbatches, list(known))
-    for index, (it, gradients) in enumerate(zip(passes, _gradients(passes), strict=True)):
-        like = found_in.like(it._replace(stage=stages[it.stage]), number, gradients)
+    ends_microbatch = {it.microbatch: index for index, it in enumerate(passes)}
+    ends_stage = {it.stage: index for index, it in enumerate(passes)}
+    likes = _Likes(few.num_microbatches, list(known))
+    actions = [_scaled(action, few.num_microbatches, number) for action in before]
+    for index, (it, effect) in enumerate(zip(passes, _effects(passes), strict=True)):
+        like = likes.like(it._replace(stage=stages[it.stage]), number, effect)
         found = [action.of_pass(it.stage, it.microbatch) for action in known[like]]
-        if extra and like.microbatch == middle and last[it.microbatch] == index:
+        if extra and like.microbatch == middle and ends_microbatch[it.microbatch] == index:
             found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
         actions += found
+        if ends_stage[it.stage] == index:
+            actions += [action.of_pass(it.stage, it.microbatch) for action in _reduction(with_reductions, like.stage)]
     messages = {work: times * number // few.num_microbatches for work, times in few.between_stages.items()}
     return RankProfile((*actions, *behind), number, Counter(messages))
+
+
+def shows_all(few: Sequence[Pass], passes: Sequence[Pass], stages: Mapping[int, int]) -> bool:
+    """Return whether the passes of a short step treat gradients in all ways of another one.
+
+    Args:
+        few: the passes of a process in the short step.
+        passes: those of a like process in the other one.
+        stages: its stage -> the stage of the short step that is like it.
+    """
+    shown = {(it.phase, it.stage, effect) for it, effect in zip(few, _effects(few), strict=True)}
+    wanted = {(it.phase, stages[it.stage], effect) for it, effect in zip(passes, _effects(passes), strict=True)}
+    return wanted <= shown
+
+
+def _reduction(known: Mapping[Pass, Sequence[ActionProfile]], stage: int) -> list[ActionProfile]:
+    """Return the reduction of the gradients of a stage, if it follows the last pass."""
+    found = (actions for at, actions in known.items() if at.stage == stage)
+    return [action for actions in found for action in actions if action.phase in REDUCTION]
 
 
 class _Likes:
@@ -68,26 +87,19 @@ class _Likes:
 
     def __init__(self, num_microbatches: int, passes: Sequence[Pass]) -> None:
         self._number, self._middle = num_microbatches, num_microbatches // 2
-        self._gradients = dict(zip(passes, _gradients(passes), strict=True))
+        self._effects = dict(zip(passes, _effects(passes), strict=True))
 
-    def like(self, wanted: Pass, number: int, gradients: _Gradients) -> Pass:
+    def like(self, wanted: Pass, number: int, effect: _Effect) -> Pass:
         """Return a pass of the short step.
 
         Args:
             wanted: the pass, with the stage of the short step.
             number: of microbatches.
-            gradients: before the pass.
-
-        Raises:
-            MicrobatchesNeededError: if no pass finds such gradients.
+            effect: of the pass.
         """
-        usual = self._like(wanted.microbatch, number)
-        others = range(1, self._number - 1) if 0 < usual < self._number - 1 else ()
-        for microbatch in (usual, *sorted(others, key=lambda other: abs(other - self._middle))):
-            found = wanted._replace(microbatch=microbatch)
-            if self._gradients[found] == gradients:
-                return found
-        raise MicrobatchesNeededError
+        others = sorted(range(self._number), key=lambda other: abs(other - self._middle))
+        near = (wanted._replace(microbatch=it) for it in (self._like(wanted.microbatch, number), *others))
+        return next(it for it in near if self._effects[it] == effect)
 
     def _like(self, microbatch: int, number: int) -> int:
         from_end = number - microbatch
@@ -96,18 +108,23 @@ class _Likes:
         return min(microbatch, self._middle)
 
 
-def _gradients(passes: Sequence[Pass]) -> Iterator[_Gradients]:
-    """Yield the gradients of the stage before each pass of a process."""
-    of_weights = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
-    states: dict[int, _Gradients] = defaultdict(lambda: _Gradients(are_new=False, are_summed=False))
+def _effects(passes: Sequence[Pass]) -> Iterator[_Effect]:
+    """Yield what each pass of a process does with gradients.
+
+    Only passes of weights make it differ between the passes of a stage.
+    """
+    split = {it.stage for it in passes if it.phase == WEIGHTS}
+    with_new, with_sum = set[int](), set[int]()
     for it in passes:
-        state = states[it.stage]
-        yield state
         if it.phase == WEIGHTS:
-            states[it.stage] = state._replace(are_new=True)
-        elif it.phase == BACKWARD:
-            is_summed = state.are_summed or state.are_new or it not in of_weights
-            states[it.stage] = _Gradients(are_new=False, are_summed=is_summed)
+            yield _Effect.MORE if it.stage in with_new else _Effect.NEW
+            with_new.add(it.stage)
+        elif it.phase == BACKWARD and it.stage in split and it.stage in with_new:
+            yield _Effect.SUM if it.stage in with_sum else _Effect.FIRST_SUM
+            with_new.remove(it.stage)
+            with_sum.add(it.stage)
+        else:
+            yield _Effect.NONE
 
 
 def _left_by_middle(known: Mapping[Pass, Sequence[ActionProfile]], middle: int) -> int:

@@ -1,6 +1,6 @@
 """Simulate every process of a run that differs from the others."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import current_process
@@ -11,7 +11,7 @@ from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.microbatches import MicrobatchesNeededError, with_passes
+from meshtrain.planning.simulation.microbatches import shows_all, with_passes
 from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of
 from meshtrain.planning.simulation.processes import alike_processes
 from meshtrain.planning.simulation.profile import RankProfile
@@ -82,35 +82,28 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
     firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     likes = [chosen.index(last[kind]) for kind in kinds]
-    for short in short_pipelines(run, outline, chosen):
-        try:
-            return Simulation(tuple(_put_together(run, short, groups, likes)), tuple(firsts))
-        except MicrobatchesNeededError:
-            continue
-    raise RuntimeError("the simulation of all microbatches does not show what they do")
-
-
-def _put_together(
-    run: SimulatedRun, short: ShortPipeline, groups: Sequence[Sequence[tuple[int, ...]]], likes: Sequence[int]
-) -> Iterator[tuple[Processes, ...]]:
-    """Yield the processes of each pp rank of a run.
-
-    Args:
-        run: with all pp ranks and microbatches.
-        short: the pipeline in which some of them are simulated.
-        groups: the processes of each simulated pp rank.
-        likes: for each pp rank, the index of the simulated one that does the same.
-
-    Raises:
-        MicrobatchesNeededError: if the pipeline has too few.
-    """
+    short = next(it for it in short_pipelines(run, outline, chosen) if _shows_all(it, run, likes))
     simulated = _simulate_groups(short, groups)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
-    for rank, (stages, like, order) in enumerate(zip(stages_of_ranks(run), likes, pass_orders_of(run), strict=True)):
-        same = dict(zip(stages, short.held[short.ranks[like]], strict=True))
+    pp_ranks = []
+    for rank, (like, order, stages) in enumerate(zip(likes, pass_orders_of(run), short.like(run, likes), strict=True)):
         ranks = [tuple(rank * width + process for process in group) for group in groups[like]]
-        steps = [with_passes(few, number, order, same) for few in simulated[like]]
-        yield tuple(map(Processes, ranks, steps))
+        steps = [with_passes(few, number, order, stages) for few in simulated[like]]
+        pp_ranks.append(tuple(map(Processes, ranks, steps)))
+    return Simulation(tuple(pp_ranks), tuple(firsts))
+
+
+def _shows_all(short: ShortPipeline, run: SimulatedRun, likes: Sequence[int]) -> bool:
+    """Return whether a short pipeline shows what all passes of a run do.
+
+    Args:
+        likes: for each pp rank of the run, the index of the chosen one that does the same.
+    """
+    few = short.orders
+    return all(
+        shows_all(few[short.ranks[like]], order, stages)
+        for like, order, stages in zip(likes, pass_orders_of(run), short.like(run, likes), strict=True)
+    )
 
 
 def _rank_kind(stages: Sequence[StageOutline], held: Sequence[int]) -> tuple[Hashable, ...]:

@@ -35,6 +35,16 @@ class ShortPipeline:
         """Return the stages of each pp rank."""
         return stages_of_ranks(self.run)
 
+    def like(self, run: SimulatedRun, likes: Sequence[int]) -> list[dict[int, int]]:
+        """Return for each pp rank of a run: its stage -> the stage that is like it here.
+
+        Args:
+            run: the full one.
+            likes: for each pp rank, the index of the chosen one that does the same.
+        """
+        pairs = zip(stages_of_ranks(run), likes, strict=True)
+        return [dict(zip(stages, self.held[self.ranks[like]], strict=True)) for stages, like in pairs]
+
     @property
     def orders(self) -> list[list[Pass]]:
         """Return the passes of each pp rank."""
