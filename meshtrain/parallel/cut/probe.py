@@ -106,9 +106,15 @@ _shared: ContextVar[dict[PreTrainedModel, Structure] | None] = ContextVar("struc
 
 
 @contextmanager
-def structures_shared() -> Iterator[None]:
-    """Probe each model once while the block runs, inside which no model may change."""
-    token = _shared.set({})
+def structures_shared(known: dict[PreTrainedModel, Structure] | None = None) -> Iterator[None]:
+    """Probe each model once while the block runs, inside which no model may change.
+
+    Args:
+        known: structures of an earlier block, to which those of this one are added. By default
+            those of the block around this one, if there is one.
+    """
+    outer = _shared.get() if known is None else known
+    token = _shared.set({} if outer is None else outer)
     try:
         yield
     finally:
@@ -116,20 +122,25 @@ def structures_shared() -> Iterator[None]:
 
 
 def probe_structure(model: PreTrainedModel) -> Structure:
-    """Return the structure of a meta model.
+    """Return the structure of a meta model; that of an earlier call inside `structures_shared`.
 
     Raises:
         ModelError: if no forward pass of it runs on the meta device.
     """
     shared = _shared.get()
     if shared is None:
-        return _probe(model)
+        return probe(model)
     if model not in shared:
-        shared[model] = _probe(model)
+        shared[model] = probe(model)
     return shared[model]
 
 
-def _probe(model: PreTrainedModel) -> Structure:
+def probe(model: PreTrainedModel) -> Structure:
+    """Return the structure of a meta model.
+
+    Raises:
+        ModelError: if no forward pass of it runs on the meta device.
+    """
     name, layers = find_layers(model)
     failure: Exception | None = None
     for with_mask, makes_meta in itertools.product((True, False), (False, True)):

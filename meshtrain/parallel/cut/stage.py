@@ -32,6 +32,7 @@ from meshtrain.parallel.cut.probe import (
     find_layers,
     meta_inputs,
     no_router_logits,
+    probe,
     probe_structure,
 )
 from meshtrain.parallel.cut.stubs import Channel, PartStub, StageEndsError, leave_out, watch_part
@@ -191,7 +192,7 @@ def cut(
     if num_stages == 1:
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
-    structure = structure or probe_structure(_traceable(model, compute))
+    structure = structure or probe(_traceable(model, compute))
     routes = _routes(structure, layers_per_stage)
     models = [*(copy_with_hooks(model) for _ in indices[1:]), model]
     return [
@@ -275,7 +276,7 @@ def find_borders(
     Raises:
         ModelError: for a class whose parts cannot be divided among stages.
     """
-    structure = probe_structure(_traceable(model, compute))
+    structure = probe(_traceable(model, compute))
     return structure, _routes(structure, layers_per_stage)
 
 

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from transformers import PreTrainedModel
+
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import UserError
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.search.candidates import Candidate, Kind
@@ -37,6 +40,7 @@ class Wanted:
         machine: on which it will run.
         world_size: number of processes.
         tensors: tp and sequence parallel -> the tensor rules, once they are known.
+        structures: of the model of `base`, once it is known.
     """
 
     config: RunConfig
@@ -44,6 +48,7 @@ class Wanted:
     machine: Machine
     world_size: int
     tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
+    structures: dict[PreTrainedModel, Structure] = field(default_factory=dict)
 
     def resolved(self, candidate: Candidate, *, runs_model: bool = False) -> ResolvedRun:
         """Return the run with the plan of a candidate.
@@ -102,7 +107,8 @@ class Wanted:
     def attempted(self, candidate: Candidate, simulate: Callable[[], Result]) -> Result | UserError:
         """Return what a simulation of a candidate returns, or what contradicts the candidate."""
         try:
-            return simulate()
+            with structures_shared(self.structures):
+                return simulate()
         except UserError as error:
             return error
         except Exception:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.fused import unfuse
+from meshtrain.parallel.account import Message, messages, messages_between
 from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers
 from meshtrain.parallel.cut.stage import find_borders
@@ -63,12 +64,29 @@ def shared_structure(run: SimulatedRun) -> Structure | None:
     Raises:
         ModelError: for a model that cannot be cut.
     """
+    if len(layers_of_stages(run)) == 1:
+        return None
+    structure, routes = _borders(_Traced(run), layers_of_stages(run))
+    return None if run.plan.mesh.tp > 1 and may_cut_borders(structure, routes) else structure
+
+
+def messages_of(run: SimulatedRun) -> list[Message]:
+    """Return what the stages of a run send to each other for a microbatch."""
+    if len(layers_of_stages(run)) == 1:
+        return []
+    rows, length = run.batch.micro_batch_size, run.batch.sequence_length
+    structure = shared_structure(run)
+    if structure is None:
+        return messages(build_run_model(run), run.plan, rows, length)
+    _, routes = _borders(_Traced(run), layers_of_stages(run))
+    return messages_between(structure, routes, run.plan, rows, length)
+
+
+def layers_of_stages(run: SimulatedRun) -> tuple[int, ...]:
+    """Return the number of layers of each stage."""
     layers = run.plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
-    if len(layers) == 1:
-        return None
-    structure, routes = _borders(_Traced(run), tuple(layers))
-    return None if run.plan.mesh.tp > 1 and may_cut_borders(structure, routes) else structure
+    return tuple(layers)
 
 
 class _Traced:

@@ -1,18 +1,21 @@
 """Simulate every process of a run that differs from the others."""
 
-from collections.abc import Hashable, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import current_process
 
 import torch.distributed as dist
 
+from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.microbatches import shows_all, with_passes
-from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of
+from meshtrain.planning.simulation.models import messages_of
+from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of, with_layers
 from meshtrain.planning.simulation.processes import alike_processes
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -44,10 +47,12 @@ class Simulation:
     Attributes:
         pp_ranks: for each pp rank, its processes; the group of the first process comes first.
         first_layers: index of the first layer of each stage.
+        border_bytes: (forward or backward, stage that sends) -> bytes of a message between stages.
     """
 
     pp_ranks: tuple[tuple[Processes, ...], ...]
     first_layers: tuple[int, ...]
+    border_bytes: Mapping[tuple[str, int], int]
 
     @property
     def profiles(self) -> tuple[RankProfile, ...]:
@@ -86,11 +91,27 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
     simulated = _simulate_groups(short, groups)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
     pp_ranks = []
-    for rank, (like, order, stages) in enumerate(zip(likes, pass_orders_of(run), short.like(run, likes), strict=True)):
+    same = short.like(run, likes)
+    for rank, (like, order, stages) in enumerate(zip(likes, pass_orders_of(run), same, strict=True)):
         ranks = [tuple(rank * width + process for process in group) for group in groups[like]]
         steps = [with_passes(few, number, order, stages) for few in simulated[like]]
         pp_ranks.append(tuple(map(Processes, ranks, steps)))
-    return Simulation(tuple(pp_ranks), tuple(firsts))
+    return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(short, ChainMap(*same)))
+
+
+def _border_bytes(short: ShortPipeline, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:
+    """Return the bytes of the messages between stages.
+
+    Args:
+        short: the pipeline in which some are simulated.
+        likes: stage -> the stage that is like it there.
+    """
+    there, back = Counter[int](), Counter[int]()
+    for message in messages_of(with_layers(short.run, [stage.kept for stage in short.stages])):
+        there[message.stage] += message.num_bytes
+        back[message.stage] += message.num_bytes * message.has_gradient
+    found = {(FORWARD, stage - 1): there[like] for stage, like in likes.items() if stage > 0}
+    return found | {(BACKWARD, stage): back[like] for stage, like in likes.items() if stage > 0}
 
 
 def _shows_all(short: ShortPipeline, run: SimulatedRun, likes: Sequence[int]) -> bool:

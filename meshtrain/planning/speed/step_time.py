@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, instructions
 from meshtrain.config.machine import SpeedConfig
-from meshtrain.parallel.account import flops_per_token, messages
+from meshtrain.parallel.account import flops_per_token
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.names import ranks_named
@@ -52,7 +52,7 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
     width = plan.mesh.world_size // plan.mesh.pp
     names = [ranks_named(range(first, first + width)) for first in range(0, plan.mesh.world_size, width)]
     programs = _programs(plan.pipeline.schedule, owners, number)
-    replayed = replay(simulation.profiles, programs, _border_bytes(resolved), rates, names)
+    replayed = replay(simulation.profiles, programs, simulation.border_bytes, rates, names)
     tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
     peak = rates.peak_tflops(plan.precision.compute)
     flops = flops_per_token(resolved.model, batch.sequence_length)
@@ -64,16 +64,3 @@ def _programs(schedule: str, owners: list[int], number: int) -> list[list[Instru
         return instructions(schedule, owners, number)
     passes = [Pass(phase, 0, microbatch) for microbatch in range(number) for phase in (FORWARD, BACKWARD)]
     return [[Instruction("compute", it) for it in passes]]
-
-
-def _border_bytes(resolved: ResolvedRun) -> dict[tuple[str, int], int]:
-    """Return (phase, stage that sends) -> bytes of a message between stages."""
-    plan, batch = resolved.plan, resolved.batch
-    found: dict[tuple[str, int], int] = {}
-    if len(stage_owners(plan.pipeline, plan.mesh.pp)) == 1:
-        return found
-    for message in messages(resolved.model, plan, batch.micro_batch_size, batch.sequence_length):
-        forward, backward = (FORWARD, message.stage - 1), (BACKWARD, message.stage)
-        found[forward] = found.get(forward, 0) + message.num_bytes
-        found[backward] = found.get(backward, 0) + (message.num_bytes if message.has_gradient else 0)
-    return found
