@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # The classes of arguments that are compared by their values.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Make = Callable[[Any], Any]
+_UNKNOWN: _Make = lambda args: None  # noqa: E731
 
 
 class FakeOperators:
@@ -23,25 +24,31 @@ class FakeOperators:
     # Of all simulations of this process, which have one mode of fake tensors.
     _known: ClassVar[dict[Any, _Make | None]] = {}
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator."""
-        if func is torch.ops.prim.device.default:
-            # Autograd asks so for the device of every gradient.
-            return args[0].fake_device
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the result of an operator, and what decides how it looks, or None."""
         if func is torch.ops.aten._grouped_mm.default:
-            return _grouped_product(func, args, kwargs)
+            return _grouped_product(func, args, kwargs), None
         key = _key(func, args, kwargs)
-        if key is None:
-            return func(*args, **kwargs)
-        if key not in self._known:
+        make = None if key is None else self._known.get(key, _UNKNOWN)
+        if make is None:
+            return func(*args, **kwargs), key
+        if make is _UNKNOWN:
             result = func(*args, **kwargs)
             self._known[key] = _maker(func, args, result)
-            return result
-        make = self._known[key]
-        if make is None:
-            return func(*args, **kwargs)
+            return result, key
         with torch._C._DisableTorchDispatch():
-            return make(args)
+            return make(args), key
+
+
+def device_asked(func: Any, args: Any) -> torch.device | None:
+    """Return the device of a tensor if an operator only asks for it.
+
+    Why: autograd asks so for the device of every gradient, which is most of all operators.
+    Holds: torch 2.11 to 2.13.
+    """
+    if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+        return args[0].fake_device
+    return None
 
 
 def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -125,19 +132,36 @@ def _fills_storage(tensor: Tensor) -> bool:
 
 def _view_maker(like: FakeTensor) -> _Make:
     shape, stride, offset, dtype = like.shape, like.stride(), like.storage_offset(), like.dtype
-    mode, device = like.fake_mode, like.fake_device
+    wrap = _wrapper(like)
 
     def make(args: Any) -> Any:
         element = torch.empty(0, dtype=dtype, device="meta")
         element.set_(args[0].untyped_storage(), offset, shape, stride)
-        return FakeTensor(mode, element, device)
+        return wrap(element)
 
     return make
 
 
 def _new_maker(like: FakeTensor) -> _Make:
-    shape, stride, dtype, mode, device = like.shape, like.stride(), like.dtype, like.fake_mode, like.fake_device
-    return lambda args: FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    shape, stride, dtype, wrap = like.shape, like.stride(), like.dtype, _wrapper(like)
+    return lambda args: wrap(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+
+def _wrapper(like: FakeTensor) -> Callable[[Tensor], FakeTensor]:
+    """Return a function that makes fake tensors like a new one from tensors on meta.
+
+    The constructor checks much that is the same for all of them.
+    """
+    state, device = dict(vars(like)), like.fake_device
+
+    def wrap(element: Tensor) -> FakeTensor:
+        made = Tensor._make_subclass(
+            FakeTensor, element, require_grad=False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(made).update(state)
+        return made
+
+    return wrap
 
 
 def _tensors(values: Any) -> list[Tensor]:

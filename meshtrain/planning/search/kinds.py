@@ -13,7 +13,12 @@ from meshtrain.planning.search.candidates import Kind
 from meshtrain.planning.search.estimate import MORE_ROWS, Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.search.wanted import Wanted
-from meshtrain.planning.simulation.pipeline import simulate
+from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.outline import outline_of
+from meshtrain.planning.simulation.profile import RankProfile
+from meshtrain.planning.simulation.rank import simulate_rank
+from meshtrain.planning.simulation.run import SimulatedRun
+from meshtrain.planning.simulation.task import Task
 from meshtrain.training.resolve import ResolvedRun
 
 
@@ -81,7 +86,16 @@ def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Collection[Kind], num_layers
 def _needs(wanted: Wanted, kind: Kind, rows: int, num_layers: int) -> LayerNeeds | UserError:
     """Return what layers need, or what contradicts the model."""
     alone, candidate = wanted.of_layers(kind, rows)
-    return alone.attempted(candidate, lambda: layer_needs(simulate(alone.simulated(candidate)).profiles[0], num_layers))
+    return alone.attempted(candidate, lambda: layer_needs(_passes(alone.simulated(candidate)), num_layers))
+
+
+def _passes(run: SimulatedRun) -> RankProfile:
+    """Return the passes of a run on one stage."""
+    try:
+        outline = outline_of(run, all_layers=False)
+        return Task(0, run, outline.stages, (0,)).simulate_passes()
+    except LayersNeededError:
+        return simulate_rank(run, 0)
 
 
 def _model_sizes(base: ResolvedRun) -> ModelSizes:

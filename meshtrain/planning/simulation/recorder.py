@@ -1,5 +1,6 @@
 """Record what one process does in a step: its memory, its operators and its messages."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from meshtrain.compat.fake import (
     storage_key,
     tensors_of,
 )
-from meshtrain.compat.fake_operators import FakeOperators
+from meshtrain.compat.fake_operators import FakeOperators, device_asked
 from meshtrain.compat.operators import ITEMS
 
 START = "start"
@@ -67,6 +68,10 @@ class Work(NamedTuple):
     flops: int
     num_bytes: int
     axis: str | None
+
+
+# An operator that sends a message, whose size is not in its key, and one that makes a view.
+_MESSAGE, _VIEW = (Work(name, None, 0, 0, None) for name in ("a message", "a view"))
 
 
 class Change(NamedTuple):
@@ -133,6 +138,7 @@ class Recorder(UncompiledOperatorMode):
         self.roles: dict[int, Role] = {}
         self._axes, self._answers, self._granularity = axes, answers, granularity
         self._hidden, self._run_fake = 0, FakeOperators()
+        self._works: dict[Any, Work | None] = {}
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
@@ -174,37 +180,43 @@ class Recorder(UncompiledOperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record it."""
+        if self._answers and (device := device_asked(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if _has_dtensor(tuple(types)):
             # DTensor runs the operator again, on the local parts.
             return NotImplemented
         if self._hidden:
             return func(*args, **kwargs)
         if self._answers and func in ITEMS:
             return _zero(args[0].dtype)
-        result = self._run_fake(func, args, kwargs) if self._answers else func(*args, **kwargs)
-        if func.namespace not in QUERIES:
-            self._record(func, args, kwargs, result)
+        result, key = self._run_fake(func, args, kwargs) if self._answers else (func(*args, **kwargs), None)
+        self._record(func, args, kwargs, result, key)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
-        on_device = [tensor for tensor in results if not is_on_meta(tensor)]
-        if (results and not on_device) or (not results and any(map(is_on_meta, given))):
-            # Only shapes are computed, such as those of the messages between stages.
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, key: Any) -> None:
+        """Record an operator.
+
+        Args:
+            func: the operator.
+            args: that it was called with.
+            kwargs: that it was called with.
+            result: of the operator.
+            key: equal for operators that do the same; None if that is not known.
+        """
+        if key is None or key not in self._works:
+            self._works[key] = _work_of(func, args, kwargs, result)
+        work = self._works[key]
+        if work is None:
             return
-        for tensor in on_device:
-            self._number(tensor.untyped_storage())
-        namespace, name = name_of(func)
-        if namespace in MESSAGES:
-            self._record_message(name, args, [*given, *results])
-        elif not func.is_view:
-            # A lookup reads as much as it returns, and not the whole table.
-            read = sum(map(_size, results if name in LOOKUPS else given))
-            moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
-            flops = flops_of(func, args, kwargs, result)
-            first = given or results
-            self.count(Work(name, first[0].dtype if first else None, flops, moved, None), func, args, kwargs)
+        results = tensors_of(result)
+        for tensor in results:
+            if not is_on_meta(tensor):
+                self._number(tensor.untyped_storage())
+        if work is _MESSAGE:
+            self._record_message(name_of(func)[1], args, [*tensors_of([*args, *kwargs.values()]), *results])
+        elif work is not _VIEW:
+            self.count(work, func, args, kwargs)
 
     def count(self, work: Work, func: Any, args: Any, kwargs: Any) -> None:
         """Count an operator.
@@ -255,6 +267,31 @@ class Recorder(UncompiledOperatorMode):
         begun = self._live.pop(number, None)
         if begun is not None:
             self.actions[-1].changes.append(begun._replace(num_bytes=-begun.num_bytes))
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
+    """Return what an operator does; None if it does nothing on the device."""
+    if func.namespace in QUERIES:
+        return None
+    results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
+    if all(map(is_on_meta, results or given)) and (results or given):
+        # Only shapes are computed, such as those of the messages between stages.
+        return None
+    namespace, name = name_of(func)
+    if namespace in MESSAGES:
+        return _MESSAGE
+    if func.is_view:
+        return _VIEW
+    # A lookup reads as much as it returns, and not the whole table.
+    read = sum(map(_size, results if name in LOOKUPS else given))
+    moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
+    first = given or results
+    return Work(name, first[0].dtype if first else None, flops_of(func, args, kwargs, result), moved, None)
+
+
+@functools.cache
+def _has_dtensor(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, str]) -> Work:

@@ -44,9 +44,20 @@ class Task:
         # The size of some memory grows with the number of layers, so it is rounded at the end.
         few = simulate_rank(self._with({}), self.rank)
         if self._left_out():
-            likes = {stage: self.stages[stage].likes for stage in self.held}
-            few = with_all_layers(few, self._outside(few), likes)
+            few = with_all_layers(few, self._outside(few), self._likes())
         return few.rounded(self.run.granularity)
+
+    def simulate_passes(self) -> RankProfile:
+        """Return what the process does in the passes of a step; outside of them a few layers count.
+
+        Raises:
+            LayersNeededError: if it is not known what a single layer does.
+        """
+        few = simulate_rank(self._with({}), self.rank)
+        return with_all_layers(few, outside_of(few), self._likes()).rounded(self.run.granularity)
+
+    def _likes(self) -> dict[int, Sequence[int]]:
+        return {stage: self.stages[stage].likes for stage in self.held}
 
     def _outside(self, few: RankProfile) -> Outside:
         """Return what a process with all layers does outside the passes."""
