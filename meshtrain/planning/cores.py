@@ -23,8 +23,9 @@ def on_all_cores(
         compute: a function that other processes find by its name.
         values: for which it is called.
         args: further arguments of it.
-        deadline: on the monotonic clock, after which no process begins a second value. The results
-            of those that were not begun are left out.
+        deadline: on the monotonic clock. A process begins no further value that would take longer
+            if it took as long as its slowest one so far. The results of those that were not begun
+            are left out.
 
     Raises:
         RankError: of the first process that raised.
@@ -43,9 +44,12 @@ def _share(
 ) -> dict[int, Result]:
     """Compute this process's share of the values."""
     found: dict[int, Result] = {}
+    slowest = 0.0
     with rare_collections():
         for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
-            if found and time.monotonic() > deadline:
+            begin = time.monotonic()
+            if found and begin + slowest > deadline:
                 break
             found[index] = compute(values[index], *args)
+            slowest = max(slowest, time.monotonic() - begin)
     return found

@@ -18,8 +18,8 @@ from meshtrain.planning.search.ranking import Found, Ranking, rank_plans
 from meshtrain.planning.search.reasons import estimated_reason, reason
 from meshtrain.planning.search.wanted import Wanted, wanted_run
 
-# How long simulations may begin after the start, for few processes and for many.
-SECONDS, MANY_SECONDS, FEW_PROCESSES = 14.0, 95.0, 64
+# Seconds from the start to the end of simulations, for few processes and for many.
+SECONDS, MANY_SECONDS, FEW_PROCESSES = 23.0, 105.0, 64
 
 
 def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str, top: int, out: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import current_process
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -12,7 +13,9 @@ from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.cores import on_all_cores
+from meshtrain.planning.simulation.chain import Chain, StageTask, chain_of, profile_in_chain
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
+from meshtrain.planning.simulation.growth import UnevenGrowthError
 from meshtrain.planning.simulation.microbatches import shows_all, with_passes
 from meshtrain.planning.simulation.models import messages_of
 from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of, with_layers
@@ -23,6 +26,7 @@ from meshtrain.planning.simulation.shorter import ShortPipeline, pass_orders_of,
 from meshtrain.planning.simulation.task import Task
 from meshtrain.runtime.ranks import RankError
 
+AnyTask = TypeVar("AnyTask", Task, StageTask)
 # Number of forward passes of layers that take about as long as the start of other processes.
 MOST_HERE = 200
 
@@ -85,8 +89,13 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
     last = {kind: rank for rank, kind in enumerate(kinds)}
     chosen = sorted(last.values())
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
-    firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     likes = [chosen.index(last[kind]) for kind in kinds]
+    chain = chain_of(run, outline) if max(map(len, groups)) == 1 else None
+    if chain is not None:
+        try:
+            return _simulate_chain(run, outline, chain)
+        except UnevenGrowthError:
+            pass
     short = next(it for it in short_pipelines(run, outline, chosen) if _shows_all(it, run, likes))
     simulated = _simulate_groups(short, groups)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
@@ -96,18 +105,40 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
         ranks = [tuple(rank * width + process for process in group) for group in groups[like]]
         steps = [with_passes(few, number, order, stages) for few in simulated[like]]
         pp_ranks.append(tuple(map(Processes, ranks, steps)))
-    return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(short, ChainMap(*same)))
+    few = with_layers(short.run, [stage.kept for stage in short.stages])
+    return Simulation(tuple(pp_ranks), _first_layers(outline), _border_bytes(few, ChainMap(*same)))
 
 
-def _border_bytes(short: ShortPipeline, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:
+def _simulate_chain(run: SimulatedRun, outline: Outline, chain: Chain) -> Simulation:
+    """Simulate a run in which all processes of a pp rank hold the same.
+
+    Raises:
+        UnevenGrowthError: if it is not clear what a layer adds outside of passes.
+    """
+    simulated = _simulate_all(chain.tasks)
+    width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
+    pp_ranks = []
+    for rank, (held, order) in enumerate(zip(stages_of_ranks(run), pass_orders_of(run), strict=True)):
+        few = profile_in_chain(chain, simulated, outline.stages, held).rounded(run.granularity)
+        step = with_passes(few, number, order, {stage: stage for stage in held})
+        pp_ranks.append((Processes(tuple(range(rank * width, (rank + 1) * width)), step),))
+    bytes_of = _border_bytes(chain.run, dict(enumerate(chain.likes)))
+    return Simulation(tuple(pp_ranks), _first_layers(outline), bytes_of)
+
+
+def _first_layers(outline: Outline) -> tuple[int, ...]:
+    return tuple(accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0))
+
+
+def _border_bytes(few: SimulatedRun, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:
     """Return the bytes of the messages between stages.
 
     Args:
-        short: the pipeline in which some are simulated.
+        few: a run with some of the stages.
         likes: stage -> the stage that is like it there.
     """
     there, back = Counter[int](), Counter[int]()
-    for message in messages_of(with_layers(short.run, [stage.kept for stage in short.stages])):
+    for message in messages_of(few):
         there[message.stage] += message.num_bytes
         back[message.stage] += message.num_bytes * message.has_gradient
     found = {(FORWARD, stage - 1): there[like] for stage, like in likes.items() if stage > 0}
@@ -157,13 +188,13 @@ def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, 
     return [[next(found) for _ in of_rank] for of_rank in groups]
 
 
-def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
+def _simulate_all(tasks: Sequence[AnyTask]) -> list[Any]:
     """Simulate some processes: here, or on all cores of this machine if there is much to do."""
     may_start = not current_process().daemon and len(tasks) > 1
     if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
         return [task.simulate() for task in tasks]
     try:
-        return on_all_cores(Task.simulate, tasks)
+        return on_all_cores(type(tasks[0]).simulate, tasks)
     except RankError as error:
         if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None

@@ -63,11 +63,11 @@ def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) 
     """
     alone = _chosen_alone(run, outline, chosen)
     if alone is not None:
-        yield _with_fewest(alone, run, 1)
-        yield _with_fewest(alone, run, 2)
+        yield _shortened(alone, run, 1)
+        yield _shortened(alone, run, 2)
     full = ShortPipeline(run, outline.stages, tuple(chosen))
     times = 1
-    while (found := _with_fewest(full, run, times)).run.batch != run.batch:
+    while (found := _shortened(full, run, times)).run.batch != run.batch:
         yield found
         times *= 2
     yield full
@@ -106,18 +106,21 @@ def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
     return all((layer - position) % run.plan.recompute.every == 0 for position, layer in enumerate(layers))
 
 
-def _with_fewest(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
-    """Return a pipeline with the fewest microbatches that may show what those of a run do.
+def with_fewest(short: SimulatedRun, run: SimulatedRun, times: int = 1) -> SimulatedRun:
+    """Return a run with the fewest microbatches that may show what those of another one do.
 
     Args:
-        short: the pipeline.
+        short: the run.
         run: the full one.
         times: how often the fewest.
     """
-    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short.run))
+    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short))
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
-    batch = replace(run.batch, global_batch_size=size)
-    return replace(short, run=replace(short.run, batch=batch))
+    return replace(short, batch=replace(run.batch, global_batch_size=size))
+
+
+def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
+    return replace(short, run=with_fewest(short.run, run, times))
 
 
 def _fewest_microbatches(run: SimulatedRun) -> int:
