@@ -93,6 +93,7 @@ class Estimator:
         self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
+        self._known_seconds = cache(self._needed_seconds)
         self._rates = cache(self._mesh_rates)
         self._messages = cache(self._message_seconds)
 
@@ -156,18 +157,17 @@ class Estimator:
 
     def _part_seconds(self, kind: Kind, rows: int) -> LayerSeconds:
         """Return the seconds of parts for a microbatch."""
-        rates = Rates(self._speed, MeshPlan(dp_shard=1, tp=kind[0]))
-
-        def seconds(of: Kind, number: int) -> tuple[float, ...]:
-            return astuple(layer_seconds(self._needs[of, number], rates))
-
-        known = self._with_more[kind[:2]]
+        seconds, known = self._known_seconds, self._with_more[kind[:2]]
         pairs = zip(seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
         # What does not grow with the sequences is the work of parameters, whatever is recomputed.
         fixed = [max(0.0, low - (high - low) / (MORE_ROWS - 1)) for low, high in pairs]
         return LayerSeconds(
             *(part + rows * max(0.0, it - part) for part, it in zip(fixed, seconds(kind, 1), strict=True))
         )
+
+    def _needed_seconds(self, kind: Kind, rows: int) -> tuple[float, ...]:
+        """Return the seconds of parts for a simulated microbatch, as in `LayerSeconds`."""
+        return astuple(layer_seconds(self._needs[kind, rows], Rates(self._speed, MeshPlan(dp_shard=1, tp=kind[0]))))
 
     def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
         pp, replicate, shard, tp = mesh
