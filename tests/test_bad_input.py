@@ -111,8 +111,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "fewer microbatches than stages": (
         ["run.toml", "plan.mesh.pp=2", "micro_batch_size=8"],
         [
-            "pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are 1 microbatches and 2 "
-            "stages; raise global_batch_size to 16 or lower micro_batch_size"
+            "pipeline.schedule = '1F1B' needs at least as many microbatches as stages: found 1 for 2 stages; "
+            "raise global_batch_size to 16 or lower micro_batch_size"
         ],
     ),
     "a global batch that cannot be divided": (

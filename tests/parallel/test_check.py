@@ -532,8 +532,8 @@ def test_fewer_microbatches_than_stages_are_refused(schedule: str, stages_per_ra
     pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
     plan = make_plan("llama", mesh={"pp": pp, "dp_replicate": 2}, pipeline=pipeline)
     assert problems(plan, batch=BatchShape(12, 2, 12)) == (
-        f"pipeline.schedule = '{schedule}' needs at least as many microbatches as stages: there are 3 microbatches and "
-        "4 stages; raise global_batch_size to 16 or lower micro_batch_size",
+        f"pipeline.schedule = '{schedule}' needs at least as many microbatches as stages: found 3 for 4 stages; "
+        "raise global_batch_size to 16 or lower micro_batch_size",
     )
     assert resolve_plan(plan, meta_model("llama"), BatchShape(16, 2, 12), pp * 2)
 

@@ -82,6 +82,11 @@ PLANS: dict[str, dict[str, Any]] = {
         "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
     },
     "pp, ZBV": {"mesh": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}},
+    "pp, ZBV x fsdp, bfloat16": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+        "precision": {"compute": "bfloat16"},
+    },
     "pp x fsdp": {"mesh": {"pp": 2, "dp_shard": 2}},
     "pp, interleaved x fsdp": {
         "mesh": {"pp": 2, "dp_shard": 2},

@@ -115,8 +115,8 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     needs = SCHEDULES[name].microbatches
     if needs == "one per stage" and microbatches < stages:
         yield Problem(
-            f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: there are {microbatches} "
-            f"microbatches and {stages} stages",
+            f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: found {microbatches} for "
+            f"{stages} stages",
             f"raise global_batch_size to {stages * unit} or lower micro_batch_size",
         )
     if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
