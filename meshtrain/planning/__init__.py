@@ -1,5 +1,6 @@
 """Know before a launch what a plan needs: memory, floating-point operations and messages.
 
+assembly: the steps of all processes, from the simulations of a few.
 changes: changes of a plan that need less memory.
 command: what `meshtrain plan --gpu` does.
 machine: the accelerator that a plan is sized for.
@@ -9,7 +10,7 @@ needs: what the processes of a run need.
 page: the page with drawings.
 remarks: sentences about the needs.
 report: print the tables and the remarks.
-simulation: the step of any process, on fake tensors.
+simulation: the step of one process, on fake tensors.
 sizing: a run on a machine, all in one.
 speed: how long a step takes.
 tables: the tables of the needs.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshtrain.planning.assembly.pipeline import Simulation, simulate
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.memory import MemoryUse, memory_use
-from meshtrain.planning.simulation.pipeline import Simulation, simulate
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.step_time import StepTime, step_time
 from meshtrain.planning.totals import Totals, totals_of

@@ -7,9 +7,9 @@ import pytest
 
 from meshtrain.pictures.memory import MemoryCurve
 from meshtrain.pictures.timeline import Lane, Span
+from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import memory_use
 from meshtrain.planning.page.curve import PARTS, memory_curve
-from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Role
 from tests.planning.cases import PLANS, make_run

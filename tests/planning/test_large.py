@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.toml import load_run
+from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import memory_use
 from meshtrain.planning.needs import simulated_run
-from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
 

@@ -10,13 +10,13 @@ import torch
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.cut.probe import probe_structure
+from meshtrain.planning.assembly.expansion import with_all_layers
+from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError
+from meshtrain.planning.assembly.layers import fewest_layers, likes
+from meshtrain.planning.assembly.outline import outline_of
+from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import memory_use
-from meshtrain.planning.simulation.expansion import with_all_layers
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
-from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError
-from meshtrain.planning.simulation.layers import fewest_layers, likes
-from meshtrain.planning.simulation.outline import outline_of
-from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.run import SimulatedRun

@@ -6,10 +6,10 @@ import pytest
 
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.parallel.tensor.head_share import Heads
+from meshtrain.planning.assembly.pipeline import Simulation, simulate
+from meshtrain.planning.assembly.processes import Shape, alike_processes
 from meshtrain.planning.memory import memory_use
 from meshtrain.planning.names import rank_range
-from meshtrain.planning.simulation.pipeline import Simulation, simulate
-from meshtrain.planning.simulation.processes import Shape, alike_processes
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.simulation.run import SimulatedRun

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
-from meshtrain.planning.simulation.pipeline import simulate
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role

@@ -8,17 +8,17 @@ from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.planning.assembly.outline import outline_of
+from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.search.candidates import Kind
 from meshtrain.planning.search.estimate import MORE_ROWS, Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.search.wanted import Wanted
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.outline import outline_of
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.run import SimulatedRun
-from meshtrain.planning.simulation.task import Task
 from meshtrain.training.resolve import ResolvedRun
 
 

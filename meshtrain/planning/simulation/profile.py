@@ -1,4 +1,4 @@
-"""What one process does in a step, with any number of microbatches."""
+"""What one process does in a step."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -7,8 +7,8 @@ from meshtrain.config.machine import SpeedConfig
 from meshtrain.parallel.account import flops_per_token
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.assembly.pipeline import Simulation
 from meshtrain.planning.names import ranks_named
-from meshtrain.planning.simulation.pipeline import Simulation
 from meshtrain.planning.speed.rates import TERA, Rates
 from meshtrain.planning.speed.replay import Replay, replay
 from meshtrain.training.resolve import ResolvedRun

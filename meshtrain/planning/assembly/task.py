@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.simulation.expansion import with_all_layers
-from meshtrain.planning.simulation.growth import Outside, UnevenGrowthError, outside_of
-from meshtrain.planning.simulation.outline import StageOutline, with_layers
+from meshtrain.planning.assembly.expansion import with_all_layers
+from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError, outside_of
+from meshtrain.planning.assembly.outline import StageOutline, with_layers
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank, simulate_without_passes
 from meshtrain.planning.simulation.run import SimulatedRun

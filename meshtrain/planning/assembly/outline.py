@@ -20,10 +20,10 @@ from meshtrain.parallel.cut.probe import Structure, find_layers
 from meshtrain.parallel.cut.stage import find_borders
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
+from meshtrain.planning.assembly.layers import fewest_layers, likes
+from meshtrain.planning.assembly.processes import Shape
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, stream_problem
-from meshtrain.planning.simulation.layers import fewest_layers, likes
 from meshtrain.planning.simulation.models import build_run_model, full_model
-from meshtrain.planning.simulation.processes import Shape
 from meshtrain.planning.simulation.run import SimulatedRun
 
 # The settings of a plan that name modules.

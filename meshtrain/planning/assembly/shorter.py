@@ -8,7 +8,7 @@ from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.planning.simulation.outline import Outline, StageOutline
+from meshtrain.planning.assembly.outline import Outline, StageOutline
 from meshtrain.planning.simulation.run import SimulatedRun
 
 # A few first microbatches, the last ones, and one between them. Without a pipeline the first and

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.assembly.chain import Chain, StageTask, chain_of, profile_in_chain
+from meshtrain.planning.assembly.growth import UnevenGrowthError
+from meshtrain.planning.assembly.microbatches import shows_all, with_passes
+from meshtrain.planning.assembly.outline import Outline, StageOutline, outline_of, with_layers
+from meshtrain.planning.assembly.processes import alike_processes
+from meshtrain.planning.assembly.shorter import ShortPipeline, pass_orders_of, short_pipelines, stages_of_ranks
+from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
-from meshtrain.planning.simulation.chain import Chain, StageTask, chain_of, profile_in_chain
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.growth import UnevenGrowthError
-from meshtrain.planning.simulation.microbatches import shows_all, with_passes
 from meshtrain.planning.simulation.models import messages_of
-from meshtrain.planning.simulation.outline import Outline, StageOutline, outline_of, with_layers
-from meshtrain.planning.simulation.processes import alike_processes
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.run import SimulatedRun
-from meshtrain.planning.simulation.shorter import ShortPipeline, pass_orders_of, short_pipelines, stages_of_ranks
-from meshtrain.planning.simulation.task import Task
 from meshtrain.runtime.ranks import RankError
 
 AnyTask = TypeVar("AnyTask", Task, StageTask)

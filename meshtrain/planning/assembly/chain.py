@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.simulation.expansion import with_layers_in_passes, with_state
-from meshtrain.planning.simulation.growth import Outside, outside_of
-from meshtrain.planning.simulation.outline import Outline, StageOutline, with_layers
+from meshtrain.planning.assembly.expansion import with_layers_in_passes, with_state
+from meshtrain.planning.assembly.growth import Outside, outside_of
+from meshtrain.planning.assembly.outline import Outline, StageOutline, with_layers
+from meshtrain.planning.assembly.shorter import with_fewest
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank, simulate_without_passes
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.simulation.run import SimulatedRun
-from meshtrain.planning.simulation.shorter import with_fewest
 
 # The schedule with several stages whose stages do what those of 1F1B do. LoopedBFS awaits more
 # messages at once, and others split backward passes.

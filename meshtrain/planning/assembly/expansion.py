@@ -6,8 +6,8 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from meshtrain.planning.assembly.growth import STATE, Outside
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.growth import STATE, Outside
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import HEAD
 
