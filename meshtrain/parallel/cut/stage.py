@@ -194,11 +194,7 @@ def cut(
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
     structure = structure or probe(_traceable(model, compute))
     routes = _routes(structure, layers_per_stage)
-    models = [*(copy_with_hooks(model) for _ in indices[1:]), model]
-    return [
-        _cut_one(own, structure, routes[index], layers_per_stage, index)
-        for own, index in zip(models, indices, strict=True)
-    ]
+    return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
 
 
 def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
