@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 # The classes of arguments that are compared by their values.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Make = Callable[[Any], Any]
-_UNKNOWN: _Make = lambda args: None  # noqa: E731
+# Number of known operators after which all are forgotten. A step has about a thousand.
+MOST_KNOWN = 50_000
 
 
 class FakeOperators:
@@ -21,7 +22,7 @@ class FakeOperators:
     Holds: torch 2.11 to 2.13.
     """
 
-    # Of all simulations of this process, which have one mode of fake tensors.
+    # Of all simulations of this process.
     _known: ClassVar[dict[Any, _Make | None]] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -29,13 +30,17 @@ class FakeOperators:
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(func, args, kwargs), None
         key = _key(func, args, kwargs)
-        make = None if key is None else self._known.get(key, _UNKNOWN)
-        if make is None:
-            return func(*args, **kwargs), key
-        if make is _UNKNOWN:
+        if key is None:
+            return func(*args, **kwargs), None
+        if key not in self._known:
             result = func(*args, **kwargs)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
             self._known[key] = _maker(func, args, result)
             return result, key
+        make = self._known[key]
+        if make is None:
+            return func(*args, **kwargs), key
         with torch._C._DisableTorchDispatch():
             return make(args), key
 
@@ -83,7 +88,8 @@ def _describe(values: Any, found: list[Any]) -> bool:
         if kind is FakeTensor:
             if value.constant is not None:
                 return False
-            found += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+            mode, device = value.fake_mode, value.fake_device
+            found += (value.dtype, value.shape, value.stride(), value.storage_offset(), mode, device)
         elif kind is list or kind is tuple:
             found.append(len(value))
             if not _describe(value, found):

@@ -15,19 +15,32 @@ class NoPrediction(Hook):
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
         """Remove the file, if there is one."""
-        keep_prediction(state, None)
+        remove_prediction(state)
 
 
-def keep_prediction(state: RunState, prediction: Prediction | None) -> None:
-    """Write a prediction into the directory of a run, or remove that of an earlier start."""
+def remove_prediction(state: RunState) -> None:
+    """Remove the prediction of an earlier start from the directory of a run."""
     if not state.is_first_rank:
         return
     path = prediction_path(Path(state.config.run_directory))
     try:
-        if prediction is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_atomically(path, json.dumps(prediction.to_json()))
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        state.report_problem(
+            Problem(
+                f"cannot remove {shown_path(path)}, the prediction of an earlier start: {reason_of(error)}",
+                "remove it, then start the run again",
+            )
+        )
+
+
+def keep_prediction(state: RunState, prediction: Prediction) -> None:
+    """Write a prediction into the directory of a run."""
+    if not state.is_first_rank:
+        return
+    path = prediction_path(Path(state.config.run_directory))
+    try:
+        write_atomically(path, json.dumps(prediction.to_json()))
     except OSError as error:
         state.report_problem(
             Problem(

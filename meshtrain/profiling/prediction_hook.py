@@ -10,7 +10,7 @@ from meshtrain.planning.machine import find_machine
 from meshtrain.profiling.comparison import MeasuredHook, comparison_lines, prediction_lines
 from meshtrain.profiling.files import Prediction, read_summary
 from meshtrain.profiling.prediction import read_or_predict
-from meshtrain.profiling.prediction_file import keep_prediction
+from meshtrain.profiling.prediction_file import keep_prediction, remove_prediction
 from meshtrain.training.hooks import Metrics, RunState
 from meshtrain.training.resolve import ResolvedRun
 
@@ -46,7 +46,10 @@ class PredictionHook(MeasuredHook):
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
         """Write the prediction into the run directory, or remove that of an earlier plan."""
-        keep_prediction(state, self._prediction)
+        if self._prediction is None:
+            remove_prediction(state)
+        else:
+            keep_prediction(state, self._prediction)
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
         """Show what was measured, unless the run failed or was too short."""

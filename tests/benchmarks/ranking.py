@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--top", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=180.0, help="in which simulations may begin")
+    parser.add_argument("--seconds", type=float, default=180.0, help="in which simulations should end")
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
     arguments = parser.parse_args()

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
+from meshtrain.planning.simulation.models import build_run_model
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
-from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run
+from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run, run_of
 from tests.planning.measured import Measured, measure
 from tests.ranks import run_on_ranks
 
@@ -108,15 +110,56 @@ def test_gathered_layers_of_several_stages_are_put_together(plan: str) -> None:
     run_on_ranks(1, compare_ranks, run, joins=False, timeout=300)
 
 
-@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_gradients_of_weights_in_passes_of_their_own_are_put_together(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    # 10 fit four pp ranks, but not the three that differ. The pp ranks of DualPipeV all differ.
+    [("InterleavedZeroBubble", 10), ("InterleavedZeroBubble", 24), ("ZBVZeroBubble", 24), ("DualPipeV", 8)],
+)
+def test_gradients_of_weights_in_passes_of_their_own_are_put_together(schedule: str, microbatches: int) -> None:
     plan = {
         "mesh": {"pp": 4, "dp_shard": 2},
-        "pipeline": SCHEDULES[schedule],
+        "pipeline": {**SCHEDULES[schedule], "layers_per_stage": "even"},
         "precision": {"compute": "bfloat16"},
     }
-    run = make_run("llama", plan, microbatches=24, values={**MODELS["llama"], "num_hidden_layers": 8})
+    run = make_run("llama", plan, microbatches=microbatches, values={**MODELS["llama"], "num_hidden_layers": 8})
     run_on_ranks(1, compare_ranks, run, joins=False, timeout=300)
+
+
+def bytes_of_messages(run: SimulatedRun) -> None:
+    """Compare what stages send to each other with the messages of the full model."""
+    wanted: dict[tuple[str, int], int] = {}
+    for it in messages(build_run_model(run), run.plan, run.batch.micro_batch_size, run.batch.sequence_length):
+        wanted["forward", it.stage - 1] = wanted["backward", it.stage] = it.num_bytes
+    assert simulate(run).border_bytes == wanted
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_messages_between_stages_have_the_bytes_of_the_full_model(schedule: str) -> None:
+    plan = {
+        "mesh": {"pp": 4, "tp": 2, "dp_shard": 1},
+        "pipeline": SCHEDULES[schedule],
+        "tensor": {"sequence_parallel": True},
+    }
+    run = make_run("llama", plan, values={**MODELS["llama"], "num_hidden_layers": 16})
+    run_on_ranks(1, bytes_of_messages, run, joins=False, timeout=300)
+
+
+def peaks(*runs: SimulatedRun) -> list[list[int]]:
+    """Return the peaks of the pp ranks of each run."""
+    return [[memory_use(profile).peak_bytes for profile in simulate(run).profiles] for run in runs]
+
+
+def test_simulations_of_a_process_do_not_change_each_other() -> None:
+    plans: list[dict[str, Any]] = [
+        {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
+        {"mesh": {"pp": 2, "dp_shard": 2}, "precision": {"compute": "bfloat16"}},
+        {"mesh": {"pp": 2, "dp_shard": 2}},
+    ]
+    config = make_run("llama", plans[0], values={**MODELS["llama"], "num_hidden_layers": 16}).hf_config
+    runs = [run_of(config, plan, microbatches=4) for plan in plans]
+    (together,) = run_on_ranks(1, peaks, *runs, *runs, joins=False)
+    alone = [run_on_ranks(1, peaks, run, joins=False)[0][0] for run in runs]
+    assert together == [*alone, *alone]
 
 
 def gathers(run: SimulatedRun) -> int:

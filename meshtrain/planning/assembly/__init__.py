@@ -1,6 +1,5 @@
 """The steps of all processes of a run, put together from the simulations of a few.
 
-chain: stages that are simulated alone, one of each kind.
 expansion: the step of all layers of a process, from that of a few.
 growth: what happens outside the passes of microbatches, for any number of layers.
 layers: a few layers that show what all layers of a stage do.

@@ -24,13 +24,13 @@ def with_all_layers(few: RankProfile, outside: Outside, likes: Mapping[int, Sequ
         LayersNeededError: if it is not known what a single layer does.
     """
     before, passes, _ = few.parts()
-    actions = [with_state(before[0], outside.state), *before[1:]]
+    actions = [_with_state(before[0], outside.state), *before[1:]]
     for at, found in passes.items():
-        actions += with_layers_in_passes(found, likes[at.stage])
+        actions += _with_layers(found, likes[at.stage])
     return RankProfile((*actions, *outside.behind), few.num_microbatches, few.between_stages)
 
 
-def with_state(start: ActionProfile, state: ActionProfile) -> ActionProfile:
+def _with_state(start: ActionProfile, state: ActionProfile) -> ActionProfile:
     """Return what exists before a step, with the state of another number of layers."""
     others = ~np.isin(start.roles, [ROLES.index(role) for role in STATE])
     return replace(
@@ -40,7 +40,7 @@ def with_state(start: ActionProfile, state: ActionProfile) -> ActionProfile:
     )
 
 
-def with_layers_in_passes(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:
+def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:
     """Return a pass of a microbatch through all layers of a stage."""
     if list(likes) == list(range(len(likes))):
         return list(actions)

@@ -99,7 +99,7 @@ class _Likes:
         """
         others = sorted(range(self._number), key=lambda other: abs(other - self._middle))
         near = (wanted._replace(microbatch=it) for it in (self._like(wanted.microbatch, number), *others))
-        return next(it for it in near if self._effects[it] == effect)
+        return next(it for it in near if self._effects.get(it) == effect)
 
     def _like(self, microbatch: int, number: int) -> int:
         from_end = number - microbatch

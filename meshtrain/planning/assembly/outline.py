@@ -42,7 +42,6 @@ class StageOutline:
         likes: for each layer, the position in `kept` of one that does the same.
         parameters: of each layer.
         shapes: of its parameters.
-        layer_kinds: for each layer, a value that is equal for layers that compute the same.
         kind: equal for stages that compute the same.
     """
 
@@ -51,7 +50,6 @@ class StageOutline:
     likes: tuple[int, ...]
     parameters: tuple[Hashable, ...]
     shapes: frozenset[Shape]
-    layer_kinds: tuple[Hashable, ...]
     kind: tuple[Hashable, ...]
 
     @property
@@ -114,7 +112,6 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
             tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few])) if layers else (),
             tuple(parameters[it] for it in layers),
             shape,
-            tuple(kinds[it] for it in layers),
             (*border, *(kinds[it] for it in layers)),
         )
         for layers, few, shape, border in zip(stages, kept, shapes, borders, strict=True)

@@ -5,15 +5,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import current_process
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.assembly.chain import Chain, StageTask, chain_of, profile_in_chain
-from meshtrain.planning.assembly.growth import UnevenGrowthError
 from meshtrain.planning.assembly.microbatches import shows_all, with_passes
 from meshtrain.planning.assembly.outline import Outline, StageOutline, outline_of, with_layers
 from meshtrain.planning.assembly.processes import alike_processes
@@ -26,7 +23,6 @@ from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.ranks import RankError
 
-AnyTask = TypeVar("AnyTask", Task, StageTask)
 # Number of forward passes of layers that take about as long as the start of other processes.
 MOST_HERE = 200
 
@@ -84,20 +80,10 @@ def simulate(run: SimulatedRun) -> Simulation:
 
 def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
     held = stages_of_ranks(run)
-    kinds = [_rank_kind(outline.stages, stages) for stages in held]
-    # The last of them, which has the fewest microbatches at once.
-    last = {kind: rank for rank, kind in enumerate(kinds)}
-    chosen = sorted(last.values())
+    chosen, likes, short = _shortest(run, outline)
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
-    likes = [chosen.index(last[kind]) for kind in kinds]
-    chain = chain_of(run, outline) if max(map(len, groups)) == 1 else None
-    if chain is not None:
-        try:
-            return _simulate_chain(run, outline, chain)
-        except UnevenGrowthError:
-            pass
-    short = next(it for it in short_pipelines(run, outline, chosen) if _shows_all(it, run, likes))
     simulated = _simulate_groups(short, groups)
+    firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
     pp_ranks = []
     same = short.like(run, likes)
@@ -106,28 +92,28 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
         steps = [with_passes(few, number, order, stages) for few in simulated[like]]
         pp_ranks.append(tuple(map(Processes, ranks, steps)))
     few = with_layers(short.run, [stage.kept for stage in short.stages])
-    return Simulation(tuple(pp_ranks), _first_layers(outline), _border_bytes(few, ChainMap(*same)))
+    return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(few, ChainMap(*same)))
 
 
-def _simulate_chain(run: SimulatedRun, outline: Outline, chain: Chain) -> Simulation:
-    """Simulate a run in which all processes of a pp rank hold the same.
+def _shortest(run: SimulatedRun, outline: Outline) -> tuple[Sequence[int], Sequence[int], ShortPipeline]:
+    """Return how to simulate a run with the fewest microbatches.
 
-    Raises:
-        UnevenGrowthError: if it is not clear what a layer adds outside of passes.
+    Returns:
+        The pp ranks to simulate; for each pp rank, the index of the one among them that does the
+        same; and the pipeline in which they are simulated.
     """
-    simulated = _simulate_all(chain.tasks)
-    width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
-    pp_ranks = []
-    for rank, (held, order) in enumerate(zip(stages_of_ranks(run), pass_orders_of(run), strict=True)):
-        few = profile_in_chain(chain, simulated, outline.stages, held).rounded(run.granularity)
-        step = with_passes(few, number, order, {stage: stage for stage in held})
-        pp_ranks.append((Processes(tuple(range(rank * width, (rank + 1) * width)), step),))
-    bytes_of = _border_bytes(chain.run, dict(enumerate(chain.likes)))
-    return Simulation(tuple(pp_ranks), _first_layers(outline), bytes_of)
-
-
-def _first_layers(outline: Outline) -> tuple[int, ...]:
-    return tuple(accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0))
+    held = stages_of_ranks(run)
+    kinds = [_rank_kind(outline.stages, stages) for stages in held]
+    # The last of them, which has the fewest microbatches at once.
+    last = {kind: rank for rank, kind in enumerate(kinds)}
+    chosen = sorted(last.values())
+    likes = [chosen.index(last[kind]) for kind in kinds]
+    found = [(chosen, likes, short) for short in short_pipelines(run, outline, chosen)]
+    # Like pp ranks may split the backward passes of different microbatches.
+    every = list(range(len(held)))
+    found += [(every, every, short) for short in short_pipelines(run, outline, every)]
+    found.sort(key=lambda way: way[2].num_microbatches)
+    return next(way for way in found if _shows_all(way[2], run, way[1]))
 
 
 def _border_bytes(few: SimulatedRun, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:
@@ -188,13 +174,13 @@ def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, 
     return [[next(found) for _ in of_rank] for of_rank in groups]
 
 
-def _simulate_all(tasks: Sequence[AnyTask]) -> list[Any]:
+def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
     """Simulate some processes: here, or on all cores of this machine if there is much to do."""
     may_start = not current_process().daemon and len(tasks) > 1
     if not dist.is_initialized() and not (may_start and sum(task.num_layer_passes for task in tasks) > MOST_HERE):
         return [task.simulate() for task in tasks]
     try:
-        return on_all_cores(type(tasks[0]).simulate, tasks)
+        return on_all_cores(Task.simulate, tasks)
     except RankError as error:
         if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None

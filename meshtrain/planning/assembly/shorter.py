@@ -46,13 +46,18 @@ class ShortPipeline:
         return [dict(zip(stages, self.held[self.ranks[like]], strict=True)) for stages, like in pairs]
 
     @property
+    def num_microbatches(self) -> int:
+        """Return how many microbatches are simulated, on all chosen pp ranks together."""
+        return len(self.ranks) * num_microbatches(self.run.plan, self.run.batch)
+
+    @property
     def orders(self) -> list[list[Pass]]:
         """Return the passes of each pp rank."""
         return pass_orders_of(self.run)
 
 
 def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> Iterator[ShortPipeline]:
-    """Yield pipelines in which a simulation may take place, from the shortest one on.
+    """Yield pipelines in which a simulation of some pp ranks may take place.
 
     The last one has all pp ranks and microbatches of the run.
 
@@ -106,21 +111,20 @@ def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
     return all((layer - position) % run.plan.recompute.every == 0 for position, layer in enumerate(layers))
 
 
-def with_fewest(short: SimulatedRun, run: SimulatedRun, times: int = 1) -> SimulatedRun:
-    """Return a run with the fewest microbatches that may show what those of another one do.
+def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
+    """Return a pipeline with the fewest microbatches that may show what those of a run do.
 
     Args:
-        short: the run.
+        short: the pipeline.
         run: the full one.
         times: how often the fewest.
     """
-    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short))
+    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short.run))
+    pp = short.run.plan.mesh.pp
+    if SCHEDULES[run.plan.pipeline.schedule].microbatches == "equal rounds":
+        number -= number % max(1, number // pp)
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
-    return replace(short, batch=replace(run.batch, global_batch_size=size))
-
-
-def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
-    return replace(short, run=with_fewest(short.run, run, times))
+    return replace(short, run=replace(short.run, batch=replace(run.batch, global_batch_size=size)))
 
 
 def _fewest_microbatches(run: SimulatedRun) -> int:

@@ -72,7 +72,7 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], on_host: int, deadline: 
         wanted: the run.
         pinned: keys that the user has set.
         on_host: number of processes on a host.
-        deadline: on the monotonic clock, after which no further plan is simulated.
+        deadline: on the monotonic clock, at which simulations should end.
 
     Raises:
         UserError: if all plans contradict the run.
@@ -173,8 +173,8 @@ def simulate_all(
     Args:
         wanted: the run.
         found: the candidates, the most promising ones first.
-        deadline: on the monotonic clock, after which no further one is begun, except the first on
-            each core.
+        deadline: on the monotonic clock, at which simulations should end. Each core simulates at
+            least one.
 
     Returns:
         Those that were simulated, from the fastest to the slowest; and what contradicts the run.

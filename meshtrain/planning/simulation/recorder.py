@@ -274,7 +274,7 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
     if func.namespace in QUERIES:
         return None
     results, given = tensors_of(result), tensors_of([*args, *kwargs.values()])
-    if all(map(is_on_meta, results or given)) and (results or given):
+    if all(map(is_on_meta, results)) if results else any(map(is_on_meta, given)):
         # Only shapes are computed, such as those of the messages between stages.
         return None
     namespace, name = name_of(func)
