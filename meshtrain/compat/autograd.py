@@ -25,18 +25,6 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
 
-class UncompiledOperatorMode(OperatorMode):
-    """A mode that is never active where something is compiled, and takes less time therefore.
-
-    Why: for other modes torch turns the compiler off and on around every operator.
-    Holds: torch 2.11 to 2.13.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in any nest of lists, dicts and model outputs.
 

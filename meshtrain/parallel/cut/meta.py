@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshtrain.compat.autograd import UncompiledOperatorMode, tensors_in
+from meshtrain.compat.autograd import OperatorMode, tensors_in
 
 # Operators that use only the shape of their input, so their results do not depend on its values.
 SHAPE_ONLY = {
@@ -20,7 +20,7 @@ SHAPE_ONLY = {
 }
 
 
-class WithoutValues(UncompiledOperatorMode):
+class WithoutValues(OperatorMode):
     """Dispatch mode in which operators run on meta that torch does not support there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

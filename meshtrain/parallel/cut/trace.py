@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.autograd import UncompiledOperatorMode, all_entries_nonzero, memory_of, tensors_in, times_changed
+from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in, times_changed
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.hooks import hooks_disabled
 from meshtrain.parallel.cut.kinds import two_layers_of_each_kind
@@ -137,7 +137,7 @@ def trace_parts(
     return tracer.trace
 
 
-class _Tracer(UncompiledOperatorMode):
+class _Tracer(OperatorMode):
     """Dispatch mode that tracks which parts each tensor is computed from."""
 
     def __init__(self, model: PreTrainedModel, layers_name: str, layers: nn.ModuleList) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshtrain.compat.autograd import UncompiledOperatorMode
+from meshtrain.compat.autograd import OperatorMode
 from meshtrain.compat.fake import (
     BUFFERED,
     GATHERED,
@@ -116,7 +116,7 @@ class Action:
     work: list[Counter[Work] | Work] = field(default_factory=list)
 
 
-class Recorder(UncompiledOperatorMode):
+class Recorder(OperatorMode):
     """Records every allocation, operator and message while it is active.
 
     Attributes:
