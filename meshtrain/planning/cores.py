@@ -15,7 +15,11 @@ SECONDS = 3600.0
 
 
 def on_all_cores(
-    compute: Callable[..., Result], values: Sequence[Any], *args: Any, deadline: float = math.inf
+    compute: Callable[..., Result],
+    values: Sequence[Any],
+    *args: Any,
+    deadline: float = math.inf,
+    costs: Sequence[float] = (),
 ) -> list[Result]:
     """Return `compute(value, *args)` for each value, in order.
 
@@ -23,9 +27,9 @@ def on_all_cores(
         compute: a function that other processes find by its name.
         values: for which it is called.
         args: further arguments of it.
-        deadline: on the monotonic clock. A process begins no further value that would take longer
-            if it took as long as its slowest one so far. The results of those that were not begun
-            are left out.
+        deadline: on the monotonic clock. A process leaves out what would end later, judged by the
+            time of what it has computed before. It computes at least one value.
+        costs: about how long each value takes, relative to others; by default as long as others.
 
     Raises:
         RankError: of the first process that raised.
@@ -34,22 +38,26 @@ def on_all_cores(
         return []
     workers = min(len(values), num_cores())
     with program_hidden():
-        shares = run_on_ranks(workers, _share, compute, values, args, deadline, joins=False, timeout=SECONDS)
+        shares = run_on_ranks(workers, _share, compute, values, args, deadline, costs, joins=False, timeout=SECONDS)
     found = {index: result for share in shares for index, result in share.items()}
     return [found[index] for index in sorted(found)]
 
 
 def _share(
-    compute: Callable[..., Result], values: Sequence[Any], args: Sequence[Any], deadline: float
+    compute: Callable[..., Result],
+    values: Sequence[Any],
+    args: Sequence[Any],
+    deadline: float,
+    costs: Sequence[float],
 ) -> dict[int, Result]:
     """Compute this process's share of the values."""
     found: dict[int, Result] = {}
     slowest = 0.0
     with rare_collections():
         for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
-            begin = time.monotonic()
-            if found and begin + slowest > deadline:
-                break
+            begin, cost = time.monotonic(), costs[index] if costs else 1.0
+            if found and begin + slowest * cost > deadline:
+                continue
             found[index] = compute(values[index], *args)
-            slowest = max(slowest, time.monotonic() - begin)
+            slowest = max(slowest, (time.monotonic() - begin) / cost)
     return found

@@ -23,6 +23,8 @@ from meshtrain.planning.search.wanted import wanted_run
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
 
+ROOT = Path(__file__).parents[2]
+
 RUN = (
     PIPELINE_RUN.replace("num_hidden_layers = 4", "num_hidden_layers = 8")
     .replace("global_batch_size = 16", "global_batch_size = 32")
@@ -264,3 +266,13 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     # Its logits wait for the backward passes, too.
     at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
+
+
+def test_closed_form_agrees_with_the_simulation_of_large_microbatches() -> None:
+    # What a layer holds for its parameters does not grow with the sequences.
+    processes = 64
+    machine = find_machine("h100-80gb", processes)
+    wanted = wanted_run(load_run(ROOT / "launch/runs/llama-65b.toml"), machine, processes)
+    case = candidate(1, 1, processes, 1, 64, recompute="full", reshard="always")
+    estimate = build_estimator(wanted, {case.kind}).estimate(case)
+    assert estimate.peak_bytes == pytest.approx(find_needs(wanted.resolved(case), machine).peak_bytes, rel=0.15)

@@ -130,8 +130,23 @@ class Estimator:
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
         if candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward:
             activations *= SPLIT
-        activations += max(needs.extra_bytes, needs.head_bytes if rank == shape.head_rank else 0)
-        return state + gathered + gradients + activations * candidate.micro_batch_size
+        passing = max(
+            self._at_rows(candidate, lambda needs: needs.extra_bytes),
+            self._at_rows(candidate, lambda needs: needs.head_bytes) if rank == shape.head_rank else 0.0,
+        )
+        return state + gathered + gradients + activations * candidate.micro_batch_size + passing
+
+    def _at_rows(self, candidate: Candidate, size: Callable[[LayerNeeds], int]) -> float:
+        """Return bytes for a microbatch of which a part does not grow with the sequences.
+
+        Args:
+            candidate: whose microbatch it is.
+            size: the bytes of a simulated microbatch.
+        """
+        known = self._with_more[candidate.kind[:2]]
+        fixed = _fixed(size(self._needs[known, 1]), size(self._needs[known, MORE_ROWS]))
+        one = size(self._needs[candidate.kind, 1])
+        return fixed + candidate.micro_batch_size * max(0.0, one - fixed)
 
     def _chunks(self, candidate: Candidate, number: int) -> list[int]:
         if candidate.pp == 1:
@@ -160,7 +175,7 @@ class Estimator:
         seconds, known = self._known_seconds, self._with_more[kind[:2]]
         pairs = zip(seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
         # What does not grow with the sequences is the work of parameters, whatever is recomputed.
-        fixed = [max(0.0, low - (high - low) / (MORE_ROWS - 1)) for low, high in pairs]
+        fixed = [_fixed(low, high) for low, high in pairs]
         return LayerSeconds(
             *(part + rows * max(0.0, it - part) for part, it in zip(fixed, seconds(kind, 1), strict=True))
         )
@@ -232,6 +247,16 @@ class Estimator:
         size = min(needs.kept_bytes) * candidate.micro_batch_size
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
+
+
+def _fixed(low: float, high: float) -> float:
+    """Return the part of a value that does not grow with the sequences of a microbatch.
+
+    Args:
+        low: the value for one sequence.
+        high: the value for `MORE_ROWS` sequences.
+    """
+    return max(0.0, low - (high - low) / (MORE_ROWS - 1))
 
 
 @dataclass(frozen=True)

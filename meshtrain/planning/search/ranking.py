@@ -179,9 +179,17 @@ def simulate_all(
     Returns:
         Those that were simulated, from the fastest to the slowest; and what contradicts the run.
     """
-    answers = on_all_cores(_simulated, found, wanted, deadline=deadline)
+    answers = on_all_cores(_simulated, found, wanted, deadline=deadline, costs=[*map(_cost, found)])
     simulated = sorted((it for it in answers if isinstance(it, Found)), key=lambda it: it.time.seconds)
     return simulated, dict(it for it in answers if not isinstance(it, Found))
+
+
+def _cost(candidate: Candidate) -> float:
+    """Return about how long a simulation takes, relative to others."""
+    if candidate.pp == 1:
+        return 0.5
+    # All layers of stages are simulated then.
+    return candidate.stages_per_rank * (2.0 if _splits_backward(candidate) else 1.0)
 
 
 def _simulated(candidate: Candidate, wanted: Wanted) -> Found | tuple[Candidate, UserError]:
