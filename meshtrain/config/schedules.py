@@ -41,3 +41,8 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
     "ZBVZeroBubble": Schedule(stages_per_rank=2, is_v=True, splits_backward=True),
     "DualPipeV": Schedule(stages_per_rank=2, is_v=True, splits_backward=True, microbatches="one per stage"),
 }
+
+
+def in_equal_rounds(number: int, pp: int) -> int:
+    """Return how many of a number of microbatches make equal rounds of at least pp: the most."""
+    return number - number % max(1, number // pp)

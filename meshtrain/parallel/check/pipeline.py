@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.schedules import SCHEDULES
+from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
@@ -119,7 +119,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
             f"{stages} stages",
             f"raise global_batch_size to {stages * unit} or lower micro_batch_size",
         )
-    if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
+    if needs == "equal rounds" and microbatches != in_equal_rounds(microbatches, pp):
         yield Problem(
             f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; {microbatches} "
             "cannot be divided in this way",

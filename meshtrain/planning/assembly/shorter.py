@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
-from meshtrain.config.schedules import SCHEDULES
+from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.assembly.outline import Outline, StageOutline
@@ -120,9 +120,8 @@ def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipe
         times: how often the fewest.
     """
     number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short.run))
-    pp = short.run.plan.mesh.pp
     if SCHEDULES[run.plan.pipeline.schedule].microbatches == "equal rounds":
-        number -= number % max(1, number // pp)
+        number = in_equal_rounds(number, short.run.plan.mesh.pp)
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
     return replace(short, run=replace(short.run, batch=replace(run.batch, global_batch_size=size)))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
-from meshtrain.config.schedules import SCHEDULES, ScheduleName
+from meshtrain.config.schedules import SCHEDULES, ScheduleName, in_equal_rounds
 
 Reshard = Literal["always", "never"]
 Recompute = Literal["none", "selective", "full"]
@@ -218,6 +218,6 @@ def _has_enough(schedule: ScheduleName, number: int, pp: int, num_stages: int) -
     need = SCHEDULES[schedule].microbatches
     if need == "one per stage" and number < num_stages:
         return False
-    if need == "equal rounds" and number % max(1, number // pp):
+    if need == "equal rounds" and number != in_equal_rounds(number, pp):
         return False
     return number >= pp
