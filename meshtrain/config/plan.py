@@ -60,6 +60,12 @@ class PipelinePlan(Settings):
     """Names of the first layer of each stage, without the first stage. Replaces
     `layers_per_stage`."""
 
+    @property
+    def layer_counts(self) -> list[int]:
+        """Return the number of layers of each stage of a resolved plan."""
+        assert isinstance(self.layers_per_stage, list), "the plan is not resolved"
+        return self.layers_per_stage
+
 
 class TensorPlan(Settings):
     """How modules are sharded over the tp axis."""

@@ -113,7 +113,7 @@ def build_pipeline(
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     compute = getattr(torch, plan.precision.compute)
-    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan), compute, structure)
+    stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()
@@ -197,12 +197,6 @@ def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
             f"the trained parameters have several number formats, {found}, whose gradients cannot be reduced together",
             "cast the model or its adapters to one, or freeze the others",
         )
-
-
-def _layers_per_stage(plan: ParallelPlan) -> list[int]:
-    layers = plan.pipeline.layers_per_stage
-    assert isinstance(layers, list), "the plan is not resolved"
-    return layers
 
 
 def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:

@@ -87,8 +87,7 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
-    layers = plan.pipeline.layers_per_stage
-    assert isinstance(layers, list), "the plan is not resolved"
+    layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
@@ -103,8 +102,7 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
         rows: sequences of a microbatch.
         length: of a sequence, in tokens.
     """
-    layers = plan.pipeline.layers_per_stage
-    assert isinstance(layers, list), "the plan is not resolved"
+    layers = plan.pipeline.layer_counts
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     structure, routes = find_borders(full, layers, getattr(torch, plan.precision.compute))

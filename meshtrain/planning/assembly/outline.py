@@ -150,9 +150,8 @@ def _renumbered(rules: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]
 
 
 def _layers_of_stages(run: SimulatedRun) -> list[tuple[int, ...]]:
-    numbers = run.plan.pipeline.layers_per_stage
-    assert isinstance(numbers, list), "the plan is not resolved"
-    return [tuple(range(first, end)) for first, end in pairwise(accumulate(numbers, initial=0))]
+    ends = accumulate(run.plan.pipeline.layer_counts, initial=0)
+    return [tuple(range(first, end)) for first, end in pairwise(ends)]
 
 
 def _layer_kinds(model: PreTrainedModel, run: SimulatedRun, parameters: Sequence[Hashable]) -> list[Hashable]:
@@ -198,8 +197,7 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
 def _shapes(model: PreTrainedModel, plan: ParallelPlan, structure: Structure | None) -> list[frozenset[Shape]]:
     """Return the shapes of the parameters of each stage."""
     dims = resolve_rules(model, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
-    numbers = plan.pipeline.layers_per_stage
-    assert isinstance(numbers, list), "the plan is not resolved"
+    numbers = plan.pipeline.layer_counts
     stages = None if structure is None else Stages(structure.trace, numbers, structure.layers_name)
     found: list[set[Shape]] = [set() for _ in numbers]
     for name, parameter in model.named_parameters(remove_duplicate=False):

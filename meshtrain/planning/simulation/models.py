@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,14 +47,16 @@ def _built(config: _Same, attention: str, trust_remote_code: bool, dtype: str) -
 
 def build_run_model(run: SimulatedRun) -> PreTrainedModel:
     """Return a copy of the model of a run, with the layers that exist in the run."""
-    full = full_model(run)
-    if run.layers is None:
+    return _copy_of(full_model(run), run.layers)
+
+
+def _copy_of(full: PreTrainedModel, layers: Sequence[int] | None) -> PreTrainedModel:
+    if layers is None:
         return copy.deepcopy(full)
-    kept = {*run.layers}
     # Layers that do not exist in the run are not copied.
-    memo: dict[int, Any] = {id(it): it for index, it in enumerate(find_layers(full)[1]) if index not in kept}
+    memo: dict[int, Any] = {id(it): it for index, it in enumerate(find_layers(full)[1]) if index not in layers}
     model = copy.deepcopy(full, memo)
-    keep_layers(model, run.layers)
+    keep_layers(model, layers)
     return model
 
 
@@ -64,47 +68,32 @@ def shared_structure(run: SimulatedRun) -> Structure | None:
     Raises:
         ModelError: for a model that cannot be cut.
     """
-    if len(layers_of_stages(run)) == 1:
+    if len(run.plan.pipeline.layer_counts) == 1:
         return None
-    structure, routes = _borders(_Traced(run), layers_of_stages(run))
+    structure, routes = _borders_of(run)
     return None if run.plan.mesh.tp > 1 and may_cut_borders(structure, routes) else structure
 
 
 def messages_of(run: SimulatedRun) -> list[Message]:
     """Return what the stages of a run send to each other for a microbatch."""
-    if len(layers_of_stages(run)) == 1:
+    if len(run.plan.pipeline.layer_counts) == 1:
         return []
     rows, length = run.batch.micro_batch_size, run.batch.sequence_length
     structure = shared_structure(run)
     if structure is None:
         return messages(build_run_model(run), run.plan, rows, length)
-    _, routes = _borders(_Traced(run), layers_of_stages(run))
-    return messages_between(structure, routes, run.plan, rows, length)
+    return messages_between(structure, _borders_of(run)[1], run.plan, rows, length)
 
 
-def layers_of_stages(run: SimulatedRun) -> tuple[int, ...]:
-    """Return the number of layers of each stage."""
-    layers = run.plan.pipeline.layers_per_stage
-    assert isinstance(layers, list), "the plan is not resolved"
-    return tuple(layers)
-
-
-class _Traced:
-    """A run as a key of a cache: it is equal to those whose models have the same structure."""
-
-    def __init__(self, run: SimulatedRun) -> None:
-        self.run = run
-        self._key = _Same(full_model(run)), run.layers, repr(run.plan.tensor.fused), run.plan.precision.compute
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Traced) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+def _borders_of(run: SimulatedRun) -> tuple[Structure, list[StageRoutes]]:
+    fused, compute = json.dumps(run.plan.tensor.fused), run.plan.precision.compute
+    return _borders(full_model(run), run.layers, fused, compute, tuple(run.plan.pipeline.layer_counts))
 
 
 @functools.lru_cache(maxsize=2)
-def _borders(traced: _Traced, layers_per_stage: tuple[int, ...]) -> tuple[Structure, list[StageRoutes]]:
-    model = build_run_model(traced.run)
-    unfuse(model, traced.run.plan.tensor.fused)
-    return find_borders(model, layers_per_stage, getattr(torch, traced.run.plan.precision.compute))
+def _borders(
+    full: PreTrainedModel, layers: tuple[int, ...] | None, fused: str, compute: str, layer_counts: tuple[int, ...]
+) -> tuple[Structure, list[StageRoutes]]:
+    model = _copy_of(full, layers)
+    unfuse(model, json.loads(fused))
+    return find_borders(model, layer_counts, getattr(torch, compute))
