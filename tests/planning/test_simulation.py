@@ -113,7 +113,7 @@ def test_gathered_layers_of_several_stages_are_put_together(plan: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
     # 10 fit four pp ranks, but not the three that differ. The pp ranks of DualPipeV all differ.
-    [("InterleavedZeroBubble", 10), ("InterleavedZeroBubble", 24), ("ZBVZeroBubble", 24), ("DualPipeV", 8)],
+    [("InterleavedZeroBubble", 10), ("InterleavedZeroBubble", 24), ("ZBVZeroBubble", 24), ("DualPipeV", 8), ("DualPipeV", 24)],
 )
 def test_gradients_of_weights_in_passes_of_their_own_are_put_together(schedule: str, microbatches: int) -> None:
     plan = {

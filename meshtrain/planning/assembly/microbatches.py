@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,18 +15,21 @@ from meshtrain.planning.simulation.recorder import Role
 REDUCTION = ("reduction", "after reduction")
 
 
-class _Effect(StrEnum):
-    """What a pass does with the gradients of its stage.
+class _Effect(NamedTuple):
+    """What decides what a pass does with the gradients of its stage.
 
     FSDP2 adds new gradients to the sum of those before in the next backward pass, which only
     schedules with passes of weights do later.
+
+    Attributes:
+        has_weights: whether the pass computes gradients of weights.
+        finds_new: whether there are gradients that are not in the sum.
+        finds_sum: whether there is a sum, for a pass that adds to it.
     """
 
-    NONE = "nothing"
-    NEW = "makes new gradients"
-    MORE = "adds to new gradients"
-    FIRST_SUM = "makes new gradients the sum"
-    SUM = "adds new gradients to the sum"
+    has_weights: bool = False
+    finds_new: bool = False
+    finds_sum: bool = False
 
 
 def with_passes(few: RankProfile, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> RankProfile:
@@ -109,22 +112,20 @@ class _Likes:
 
 
 def _effects(passes: Sequence[Pass]) -> Iterator[_Effect]:
-    """Yield what each pass of a process does with gradients.
-
-    Only passes of weights make it differ between the passes of a stage.
-    """
-    split = {it.stage for it in passes if it.phase == WEIGHTS}
+    """Yield what each pass of a process does with gradients."""
+    split = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
     with_new, with_sum = set[int](), set[int]()
     for it in passes:
+        new, summed = it.stage in with_new, it.stage in with_sum
         if it.phase == WEIGHTS:
-            yield _Effect.MORE if it.stage in with_new else _Effect.NEW
+            yield _Effect(has_weights=True, finds_new=new)
             with_new.add(it.stage)
-        elif it.phase == BACKWARD and it.stage in split and it.stage in with_new:
-            yield _Effect.SUM if it.stage in with_sum else _Effect.FIRST_SUM
-            with_new.remove(it.stage)
+        elif it.phase == BACKWARD and (new or it not in split):
+            yield _Effect(it not in split, new, summed)
+            with_new.discard(it.stage)
             with_sum.add(it.stage)
         else:
-            yield _Effect.NONE
+            yield _Effect()
 
 
 def _left_by_middle(known: Mapping[Pass, Sequence[ActionProfile]], middle: int) -> int:

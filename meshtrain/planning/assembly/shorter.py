@@ -127,14 +127,11 @@ def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipe
 
 
 def _fewest_microbatches(run: SimulatedRun) -> int:
-    name, pp = run.plan.pipeline.schedule, run.plan.mesh.pp
-    if name == "DualPipeV":
-        # It splits the backward passes of some microbatches only.
-        return num_microbatches(run.plan, run.batch)
+    pp = run.plan.mesh.pp
     num_stages = pp * run.plan.pipeline.stages_per_rank
     if num_stages == 1:
         return FEWEST_ALONE
-    match SCHEDULES[name].microbatches:
+    match SCHEDULES[run.plan.pipeline.schedule].microbatches:
         case "one per stage":
             return max(num_stages, FEWEST)
         case "equal rounds":
