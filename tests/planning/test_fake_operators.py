@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshtrain.compat import fake_operators
 from meshtrain.compat.autograd import OperatorMode
 from meshtrain.compat.fake import fake_tensors, tensors_of
 from meshtrain.compat.fake_operators import FakeOperators, device_asked
@@ -62,6 +63,15 @@ def test_second_result_is_that_of_torch(name: str) -> None:
             with _Cached(run):
                 found = call(y)
             assert described(y, found) == expected
+
+
+def test_known_operators_are_forgotten_if_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_operators, "MOST_KNOWN", 2)
+    monkeypatch.setattr(FakeOperators, "_known", {})
+    with fake_tensors(), _Cached(FakeOperators()):
+        for size in (3, 4, 5, 3, 4, 5):
+            assert (torch.ones(size) * 2.0).shape == (size,)
+            assert len(FakeOperators._known) <= 2
 
 
 def test_device_is_known_without_an_operator() -> None:

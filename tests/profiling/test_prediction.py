@@ -163,6 +163,16 @@ def test_prediction_of_an_earlier_start_is_removed_if_nothing_is_predicted(tmp_p
     assert not prediction_path(tmp_path / "out").exists()
 
 
+def test_prediction_that_cannot_be_removed_stops_the_training(tmp_path: Path) -> None:
+    config = one_process(tmp_path / "out", machine="none")
+    (prediction_path(tmp_path / "out") / "a folder").mkdir(parents=True)
+    (told,) = run_on_ranks(1, train_here, config, joins=False)[0]
+    assert told.endswith(
+        f"cannot remove {tmp_path}/out/prediction.json, the prediction of an earlier start: Is a directory; remove it, "
+        "then start the run again"
+    )
+
+
 def test_report_shows_predicted_against_measured(real: tuple[Path, list[str], list[Prediction]]) -> None:
     directory = real[0] / "out"
     rows = rows_of(directory)
