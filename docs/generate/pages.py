@@ -3,8 +3,8 @@
 Run `python -m docs.generate.pages PLAN REPORT` after the pages have changed. They are made by
 
     meshtrain plan launch/runs/llama-65b.toml --world-size 16 --gpu h100-80gb --html PLAN
-    ./launch/quickstart.sh run_directory=/tmp/quickstart
-    meshtrain report /tmp/quickstart --html REPORT
+    ./launch/quickstart.sh run_directory=runs/pages
+    meshtrain report runs/pages --html REPORT
 """
 
 import sys
