@@ -23,6 +23,7 @@ model_commands.py  commands for the results of a run: report, checkpoints, model
 run_commands.py    commands for a run: train, check, verify, plan, schema
 """
 
+import gc
 import os
 import sys
 import time
@@ -55,6 +56,9 @@ def main() -> None:
         code = _exit_code(sys.argv[1:] or ["--help"])
     sys.stdout.flush()
     sys.stderr.flush()
+    # Python's last garbage collections would inspect all objects of torch and of the run, which
+    # takes up to 2 seconds, and frees what the operating system frees anyway.
+    gc.freeze()
     if code != 0:
         # Without Python's clean-up: destroying a process group that others have not left waits for
         # them, or aborts.
