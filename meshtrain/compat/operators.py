@@ -42,6 +42,7 @@ EXPENSIVE: tuple[Any, ...] = (
     collectives.all_reduce.default,
     collectives.all_gather_into_tensor.default,
     collectives.reduce_scatter_tensor.default,
+    collectives.all_to_all_single.default,
 )
 """Matrix products, attention (on every device that torch has a kernel for) and collectives.
 

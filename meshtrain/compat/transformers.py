@@ -1,17 +1,23 @@
 """transformers: private attributes of models, model classes and configurations."""
 
 import copy
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
 PATH_KEY = "_name_or_path"
@@ -256,10 +262,58 @@ def leave_out_experts(module: Any) -> None:
 
 
 def named_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return a function by name from the file that defines a module's class, or None.
+    """Return a function by name from the file of a module's class, or of a base class, or None.
 
     Why: each modeling file has its own `eager_attention_forward` and `load_balancing_loss_func`,
     which are in no registry.
     Holds: transformers 5.17 to 5.23.
     """
-    return vars(sys.modules[type(module).__module__]).get(name)
+    for kind in type(module).__mro__:
+        if (found := vars(sys.modules[kind.__module__]).get(name)) is not None:
+            return found
+    return None
+
+
+def knows_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether a class computes attention by the function that its configuration names.
+
+    Why: transformers has this in a private attribute of the class.
+    Holds: transformers 5.17 to 5.23.
+    """
+    return bool(model._supports_attention_backend)
+
+
+_numbers = itertools.count()
+
+
+def attention_registered(owner: Any) -> str:
+    """Make `owner.attend` and `owner.mask` an attention of transformers, and return its name.
+
+    Why: an attention is found by name, in a table that can be added to in public, but not removed
+    from. The entries must not keep a model in memory.
+    Holds: transformers 5.17 to 5.23.
+    """
+    name, reference = f"meshtrain_{next(_numbers)}", cast(Callable[[], Any], weakref.ref(owner))
+    AttentionInterface.register(name, lambda *args, **kwargs: reference().attend(*args, **kwargs))
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: reference().mask(*args, **kwargs))
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        weakref.finalize(owner, table._global_mapping.pop, name, None)
+    return name
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """Return the function that computes attention under a name for a module.
+
+    Why: that of "eager" belongs to the file of the module's class, and is in no table.
+    Holds: transformers 5.17 to 5.23.
+    """
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, cast(Any, named_function(module, "eager_attention_forward")))
+
+
+def mask_function_of(name: str) -> Callable[..., Any]:
+    """Return the function that makes masks for an attention.
+
+    Why: the table of these functions is exported from a private module only.
+    Holds: transformers 5.17 to 5.23.
+    """
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]

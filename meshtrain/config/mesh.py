@@ -15,7 +15,7 @@ from meshtrain.errors import ConfigError, PlanError
 
 LARGEST_DEGREE = 10**6
 Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
-PP, DP_REPLICATE, DP_SHARD, TP = "pp", "dp_replicate", "dp_shard", "tp"
+PP, DP_REPLICATE, DP_SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Role:
         shards_parameters: whether a rank holds only a part of a parameter of its stage.
     """
 
-    splits: Literal["layers", "samples", "width"]
+    splits: Literal["layers", "samples", "tokens", "width"]
     shards_parameters: bool = False
 
 
@@ -36,6 +36,7 @@ ROLES = {
     PP: Role("layers"),
     DP_REPLICATE: Role("samples"),
     DP_SHARD: Role("samples", shards_parameters=True),
+    CP: Role("tokens", shards_parameters=True),
     TP: Role("width", shards_parameters=True),
 }
 AXES = tuple(ROLES)
@@ -48,11 +49,18 @@ STAGE_AXES = tuple(axis for axis in AXES if ROLES[axis].splits != "layers")
 # Ranks along these axes hold different parts of a parameter.
 PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
 # Ranks along these axes train different tokens, so their losses and gradients are summed.
-TOKEN_AXES = DATA_AXES
-# FSDP2 shards parameters over these axes, and sums gradients over them.
+TOKEN_AXES = tuple(axis for axis in AXES if ROLES[axis].splits in ("samples", "tokens"))
+# FSDP2 shards parameters over these axes as one, and sums gradients over them.
 FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in TOKEN_AXES)
+# The name of that one axis, if several of them are wide.
+FSDP_AXIS = "_".join(FSDP_AXES)
 # Full copies of the model along these axes sum their gradients.
 REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in FSDP_AXES)
+
+
+def axes_named(name: str) -> tuple[str, ...]:
+    """Return the axes that one axis of the mesh of a parameter consists of."""
+    return FSDP_AXES if name == FSDP_AXIS else (name,)
 
 
 class MeshPlan(Settings):
@@ -66,6 +74,9 @@ class MeshPlan(Settings):
     dp_shard: Annotated[int, Field(le=LARGEST_DEGREE)] = -1
     """Processes that share one copy of the model and see different samples (FSDP2). -1 takes
     all processes that the other axes leave."""
+    cp: Degree = 1
+    """Processes that share every sequence (context parallel): each has a part of its tokens, and
+    attention alone sees all of them."""
     tp: Degree = 1
     """Processes that share every layer (tensor parallel). This is the innermost axis: keep it
     inside one machine."""

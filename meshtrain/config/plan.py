@@ -11,6 +11,8 @@ from meshtrain.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
+ContextMethod = Literal["ulysses", "all_gather"]
+ContextOrder = Literal["contiguous", "head_tail"]
 Style = Literal[
     "colwise",
     "colwise_gather_output",
@@ -97,8 +99,21 @@ class TensorPlan(Settings):
     process takes those of its heads."""
 
 
+class ContextPlan(Settings):
+    """How attention sees full sequences over the cp axis."""
+
+    method: Literal["auto"] | ContextMethod = "auto"
+    """`ulysses` exchanges heads: each process computes attention for some heads and the full
+    sequence, so cp must divide the number of heads on a process. `all_gather` gives each process
+    all keys and values. `auto` is the one that sends less, of those that fit."""
+    order: Literal["auto"] | ContextOrder = "auto"
+    """Which part of a sequence a process has. `contiguous` is one piece. `head_tail` is one from
+    the start and one from the end, which gives all processes the same work in `all_gather`.
+    `auto` is `head_tail` for `all_gather`, and `contiguous` for `ulysses`."""
+
+
 class ShardPlan(Settings):
-    """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
+    """Sharding of parameters, gradients and optimizer state over dp_shard and cp (FSDP2)."""
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether gathered parameters are freed after each pass of a layer. `auto` is `never` with a
@@ -204,6 +219,7 @@ class ParallelPlan(Settings):
     mesh: MeshPlan = MeshPlan()
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()
+    context: ContextPlan = ContextPlan()
     shard: ShardPlan = ShardPlan()
     precision: PrecisionPlan = PrecisionPlan()
     recompute: RecomputePlan = RecomputePlan()

@@ -2,6 +2,7 @@
 
 account: stages, layers, parameters and bytes of every process under a plan.
 check: whether a plan fits the model, the batches and the number of processes.
+context: context parallelism.
 cut: pipeline stages of an unmodified model.
 execution: recomputation and compilation of the decoder layers.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
@@ -17,6 +18,7 @@ shard: FSDP2 over the data-parallel axes.
 tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
 tokens: a check of token ids.
+transposable: collectives with gradients.
 """
 
 import copy
@@ -31,7 +33,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from meshtrain.config.mesh import PP, TOKEN_AXES, TP
+from meshtrain.compat.transformers import attention_implementation
+from meshtrain.config.mesh import CP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
@@ -44,6 +47,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
+from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
@@ -59,7 +63,7 @@ from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import Tie, TiedCopies
-from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
+from meshtrain.runtime.mesh import axis_rank, axis_size, new_group_along, replica_group, token_rank
 
 _REAL: AbstractContextManager[Any] = nullcontext()
 
@@ -108,17 +112,19 @@ def build_pipeline(
     fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
-    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *TOKEN_AXES), device)
+    context = _context(model, mesh, plan)
+    formula = None if stock_loss else find_formula(model)
+    router_loss = RouterLoss(formula, axis_size(mesh, *TOKEN_AXES), device, context)
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     compute = getattr(torch, plan.precision.compute)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
-    streams = ForwardStreams(seed, data_rank(mesh))
+    streams = ForwardStreams(seed, token_rank(mesh))
     summed_over_tp: set[str] = set()
     for stage in stages:
-        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss)
+        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, context)
         with allocation:
             materialize(
                 stage.model,
@@ -139,6 +145,7 @@ def build_pipeline(
         tied_copies=_tied_copies(stages, mesh, plan),
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
+        context=context,
         router_loss=router_loss,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
@@ -169,6 +176,7 @@ def _parallelize_stage(
     rules: TensorRules,
     adapters: Mapping[str, nn.Module],
     router_loss: RouterLoss,
+    context: ContextParallel | None,
 ) -> set[str]:
     """Make one stage parallel in place, and return the names of parameters to be summed over tp."""
     tp, summed_over_tp = axis_size(mesh, TP), set[str]()
@@ -179,6 +187,8 @@ def _parallelize_stage(
     tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
     if tp > 1:
         summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
+    if context is not None:
+        context.watch(stage)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
     apply_recompute(stage, plan.recompute, tp_streams)
@@ -186,6 +196,14 @@ def _parallelize_stage(
     apply_compile(stage, plan)
     apply_shard(stage, mesh, plan)
     return summed_over_tp
+
+
+def _context(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ContextParallel | None:
+    if axis_size(mesh, CP) == 1:
+        return None
+    base = attention_implementation(model.config.get_text_config())
+    assert base is not None, "the plan was not checked"
+    return ContextParallel(mesh.get_group(CP), plan.context, base)
 
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:

@@ -1,6 +1,7 @@
 """The parallel model for the training step: one interface, with or without a pipeline schedule."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
+from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
@@ -62,6 +64,7 @@ class Pipeline:
         tied_copies: the tied weights whose two ends are on different stages.
         replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
+        context: what this process does with its part of the sequences; None without cp.
         router_loss: the auxiliary loss of routers, if the model has one.
         rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
@@ -81,6 +84,7 @@ class Pipeline:
     tied_copies: TiedCopies
     replicas: Replicas
     streams: ForwardStreams
+    context: ContextParallel | None
     router_loss: RouterLoss
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
@@ -179,7 +183,8 @@ class Pipeline:
             ModelError: if every parameter is frozen.
         """
         if self.num_stages > 1:
-            _schedule_for(self, labels)
+            with self._in_parts({"input_ids": labels}, labels) as (_, part):
+                _schedule_for(self, part)
 
     def forward_backward(
         self, batch: Mapping[str, Tensor], loss_function: LossFunction, *, loss_scale: float = 1.0
@@ -207,8 +212,8 @@ class Pipeline:
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
         run = _run_schedule if self.num_stages > 1 else _run_one_stage
-        with self.rotary_length.of(inputs):
-            return run(self, inputs, labels, loss_function)
+        with self.rotary_length.of(inputs), self._in_parts(inputs, labels) as parts:
+            return run(self, *parts, loss_function)
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
@@ -221,12 +226,25 @@ class Pipeline:
         for stage in self.stages:
             stage.model.eval()
         try:
-            with self.rotary_length.of(inputs):
-                return _run_forward(self, inputs, labels, loss_function)
+            with self.rotary_length.of(inputs), self._in_parts(inputs, labels) as parts:
+                return _run_forward(self, *parts, loss_function)
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.model.train(mode)
                 reshard(stage.model)
+
+    @contextmanager
+    def _in_parts(self, inputs: dict[str, Tensor], labels: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Compute this process's part of the sequences inside the block.
+
+        Yields:
+            The inputs and the labels of that part.
+        """
+        if self.context is None:
+            yield inputs, labels
+        else:
+            with self.context.of(inputs, labels) as parts:
+                yield parts
 
 
 def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

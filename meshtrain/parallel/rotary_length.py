@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.autograd import map_tensors
-from meshtrain.config.mesh import DATA_AXES
+from meshtrain.config.mesh import DATA_AXES, TOKEN_AXES
 from meshtrain.models.rotary import apply_sequence_length, grown_length, length_dependent
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
@@ -59,7 +59,7 @@ class RotaryLength:
         """
         positions = batch.get("position_ids")
         tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
-        is_alone = axis_size(self._mesh, *DATA_AXES) == 1
+        is_alone = axis_size(self._mesh, *TOKEN_AXES) == 1
         if not self._modules or tokens is None or (is_alone and positions is None):
             # In the last case every forward pass has all columns of the batch anyway.
             return

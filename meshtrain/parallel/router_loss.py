@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from meshtrain.compat.transformers import checkpoint_of, named_function, router_recorder, set_checkpoint
 from meshtrain.errors import ModelError
+from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.cut.stage import Stage
 
@@ -112,15 +113,23 @@ class RouterLoss:
 
     Args:
         formula: of the full model; None adds nothing.
-        num_replicas: number of processes that get different samples and sum their gradients.
+        num_replicas: number of processes that get different tokens and sum their gradients.
         device: the device that computes.
+        context: what this process does with its part of the sequences, if they are in parts.
     """
 
-    def __init__(self, formula: RouterFormula | None, num_replicas: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        formula: RouterFormula | None,
+        num_replicas: int,
+        device: torch.device,
+        context: ContextParallel | None = None,
+    ) -> None:
         self.formula, self.num_replicas = formula, num_replicas
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self._share = self._scale = 1.0
         self._mask: Tensor | None = None
+        self._context = context
 
     def begin_step(self, num_microbatches: int, loss_scale: float) -> None:
         """Reset `total`, which accumulates the losses of a step.
@@ -161,7 +170,11 @@ class RouterLoss:
     def _compute(self, losses: dict[nn.Module, Tensor], router: nn.Module, args: Any, output: Any) -> None:
         if router.training:
             assert self.formula is not None
-            losses[router] = self.formula(self.formula.logits_of(output), self._mask)
+            logits = self.formula.logits_of(output)
+            if self._context is not None:
+                # The loss is not a sum over tokens, so all ranks compute that of all tokens.
+                logits = self._context.full_rows(logits)
+            losses[router] = self.formula(logits, self._mask)
 
     def _carry(self, losses: dict[nn.Module, Tensor], layer: nn.Module, args: Any, output: Any) -> Any:
         if not losses:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, MeshPlan
+from meshtrain.compat.distributed import concatenated, joined_axes
+from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, FSDP_AXIS, REPLICA_AXES, TOKEN_AXES, MeshPlan
 
 
 def init_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
@@ -37,7 +38,11 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Parameters are sharded over the last axis. Over an axis before it, they are copied.
     """
     replicas = tuple(axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1)
-    return mesh[(*replicas, *FSDP_AXES)]
+    wide = [axis for axis in FSDP_AXES if axis_size(mesh, axis) > 1]
+    if len(wide) < 2:
+        return mesh[(*replicas, *(wide or FSDP_AXES[:1]))]
+    joined = joined_axes(mesh, FSDP_AXES, FSDP_AXIS)
+    return concatenated(mesh[replicas], joined) if replicas else joined
 
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup | None:
@@ -52,8 +57,20 @@ def data_rank(mesh: DeviceMesh) -> int:
 
     It is from 0 to the product of the data axes, minus 1.
     """
+    return _rank_along(mesh, DATA_AXES)
+
+
+def token_rank(mesh: DeviceMesh) -> int:
+    """Return which part of the tokens of each global batch this process computes.
+
+    It is from 0 to the product of the axes of tokens, minus 1.
+    """
+    return _rank_along(mesh, TOKEN_AXES)
+
+
+def _rank_along(mesh: DeviceMesh, axes: Iterable[str]) -> int:
     rank = 0
-    for axis in DATA_AXES:
+    for axis in axes:
         rank = rank * axis_size(mesh, axis) + axis_rank(mesh, axis)
     return rank
 

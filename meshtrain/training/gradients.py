@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtrain.compat.operators import multiply, norms
-from meshtrain.config.mesh import AXES, PP, STAGE_AXES, TP
+from meshtrain.config.mesh import AXES, PP, STAGE_AXES, TP, axes_named
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.replicas import all_reduce_small, local_gradient
@@ -154,11 +154,13 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
         return frozenset()
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    assert set(names) <= set(AXES)
     # `is_shard()` is not used: it silently returns False for FSDP2's _StridedShard over tp.
-    return frozenset(
+    sharded = [
         name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
-    )
+    ]
+    found = frozenset(axis for name in sharded for axis in axes_named(name))
+    assert found <= set(AXES)
+    return found
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device | None) -> Tensor:

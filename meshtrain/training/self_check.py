@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP
+from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP, axes_named
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import Problem, TrainingStopped, name_some
 from meshtrain.models.layout import local_indices, local_tensor
@@ -178,7 +178,8 @@ def _is_sharded(parameter: Tensor, axis: str) -> bool:
         return False
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
+    placements = zip(names, parameter.placements, strict=True)
+    return any(axis in axes_named(name) and not placement.is_replicate() for name, placement in placements)
 
 
 def _unequal_replicas(mesh: DeviceMesh, names: list[str], checksums: Tensor) -> Iterable[str]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.config.mesh import DATA_AXES, PP, TOKEN_AXES, TP
+from meshtrain.config.mesh import CP, DATA_AXES, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import all_reduce_over
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.gradients import (
     fill_gradients,
     finish_gradients,
@@ -261,7 +261,10 @@ def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> t
     ]
     # Undone, because a run that was stopped before this evaluation resumes without it.
     pipeline.rotary_length.restore(grown)
-    totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, TOKEN_AXES)
+    totals = torch.stack(sums).sum(0)
+    # Every process of a cp group counted the same tokens too, and computed the loss of its part.
+    totals[1] /= axis_size(pipeline.mesh, CP)
+    totals = all_reduce_over(totals, pipeline.mesh, TOKEN_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, [PP])
     mean, num_tokens = torch.stack([loss / totals[1].clamp(min=1), totals[1]]).tolist()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.distributed import REDISTRIBUTION_LOG
-from meshtrain.config.mesh import DATA_AXES, MeshPlan
+from meshtrain.config.mesh import CP, DATA_AXES, TP, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
 from meshtrain.models.build import build_meta_model
@@ -22,13 +22,15 @@ from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
+from meshtrain.parallel.transposable import gather_along
 from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, evaluate, train_step
-from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, ProofCase, Trace, with_noise
+from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, STEPS, ProofCase, Trace, with_noise
 from meshtrain.verify.reference import keep_outputs, widen
 
 
@@ -84,7 +86,7 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
         watches = not case.plan.compile.enabled and data_rank(pipeline.mesh) == 0
         layers = keep_outputs(_own_layers(pipeline)) if watches else {}
         trace = train_pipeline(pipeline, case.batches())
-    trace.initial, trace.layers = own, layers
+    trace.initial, trace.layers = own, _in_full(pipeline, layers)
     return trace
 
 
@@ -100,6 +102,20 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
     trace.parameters = _gather(pipeline)
     trace.evaluation, _ = evaluate(context, [local_rows(pipeline, batches[0])])
     return trace
+
+
+def _in_full(pipeline: Pipeline, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the parts (batch, seq/cp, hidden) of the outputs of layers, if cp has made them."""
+    if pipeline.context is None:
+        return layers
+    part = SEQUENCE // axis_size(pipeline.mesh, CP)
+    return {name: pipeline.context.joined(_over_tp(pipeline, output, part)) for name, output in layers.items()}
+
+
+def _over_tp(pipeline: Pipeline, output: Tensor, length: int) -> Tensor:
+    """Join an output that sequence parallelism has split, which is shorter than `length`."""
+    group = pipeline.mesh.get_group(TP)
+    return output if output.shape[SEQUENCE_DIM] == length else gather_along(output, SEQUENCE_DIM, group)
 
 
 def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ All contradictions are reported together.
 
 Modules:
     batch: batch sizes and sequence lengths.
+    context: how attention sees full sequences over cp.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
@@ -21,6 +22,7 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
+from meshtrain.parallel.check.context import check_context, resolve_context
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
@@ -80,6 +82,7 @@ def resolve_plan(
     return plan.model_copy(
         update={
             "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
+            "context": resolve_context(plan, model, batch),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
         }
     )
@@ -151,6 +154,7 @@ CHECKS: tuple[Check, ...] = (
     _check_model,
     check_batch,
     check_sequence,
+    check_context,
     check_tensor,
     check_pipeline,
     check_stages,

@@ -40,7 +40,7 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
         yield Problem(
             f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_degree} x micro_batch_size "
             f"{batch.micro_batch_size} = {unit}",
-            _nearest_multiples(batch.global_batch_size, unit),
+            nearest_multiples(batch.global_batch_size, unit),
         )
 
 
@@ -59,17 +59,18 @@ def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         yield Problem(
             f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
             f"= {batch.sequence_length}",
-            _nearest_multiples(batch.sequence_length, tp),
+            nearest_multiples(batch.sequence_length, tp),
         )
     multiple = batch.width_multiple
     if plan.tensor.sequence_parallel and multiple is not None and multiple % tp:
         yield Problem(
             f"tensor.sequence_parallel splits every batch over tp = {tp}, which does not divide "
             f"data.pad_to_multiple_of = {multiple}",
-            _nearest_multiples(multiple, tp),
+            nearest_multiples(multiple, tp),
         )
 
 
-def _nearest_multiples(number: int, unit: int) -> str:
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the advice to set a number to a multiple of `unit`."""
     below = number // unit * unit
     return f"set it to {below} or {below + unit}" if below else f"set it to {unit}"

@@ -1,25 +1,21 @@
 """The collectives of tensor parallelism, with their gradients, on plain tensors.
 
-Each is one function from tensor to tensor; its backward pass is the transposed collective. The
-functions wait for their results, so that no asynchronous tensor reaches a compiled block, where
-torch silently loses gradients.
+Each is one function from tensor to tensor; see `meshtrain.parallel.transposable`.
 
 Source: Megatron-LM (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2 for the sequence
 dimension).
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain.compat.operators import collectives as operators
+from meshtrain.parallel.transposable import Collective, gather_along, pair_of, scatter_along
 
 SEQUENCE_DIM = 1
-_wait = operators.wait_tensor
-Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -27,67 +23,22 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _wait(operators.all_reduce(x.contiguous(), "sum", group.group_name))
-
-
-def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    stacked = _wait(operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return torch.cat(stacked.chunk(group.size()), dim)
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _gather_along(x, SEQUENCE_DIM, group)
+    return gather_along(x, SEQUENCE_DIM, group)
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    stacked = torch.cat(x.chunk(group.size(), SEQUENCE_DIM))
-    return _wait(operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    return scatter_along(x, SEQUENCE_DIM, group)
 
 
 def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
 
-class _Transposable(torch.autograd.Function):
-    """A collective whose backward pass is the transposed collective, which has a gradient too."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup, there: Collective, back: Collective
-    ) -> Tensor:
-        ctx.group, ctx.there, ctx.back = group, there, back  # type: ignore[attr-defined]
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, there, back = ctx.group, ctx.there, ctx.back  # type: ignore[attr-defined]
-        # `create_graph=True` needs a derivative of the backward pass. The functional collectives of
-        # torch have none and do not report it. Without `create_graph` the plain collective is
-        # cheaper, and it can be compiled.
-        if torch.is_grad_enabled():
-            return _apply(gradient, group, back, there), None, None, None
-        return back(gradient, group), None, None, None
-
-
-_apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Transposable.apply
-
-
-def _pair(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:
-    """Return two functions, each of which is the backward pass of the other.
-
-    So gradients have gradients too.
-    """
-
-    def one(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _apply(x, group, forward, transposed)
-
-    def other(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _apply(x, group, transposed, forward)
-
-    return one, other
-
-
-copy_to_shards, reduce_from_shards = _pair(_identity, _all_reduce)
+copy_to_shards, reduce_from_shards = pair_of(_identity, _all_reduce)
 """Collectives for replicated hidden states.
 
 `copy_to_shards` passes replicated (batch, seq, hidden) to a computation with a shard of the
@@ -95,7 +46,7 @@ weights; its gradient is summed over the shards. `reduce_from_shards` turns part
 replicated sum.
 """
 
-gather_sequence, scatter_sequence = _pair(_all_gather, _reduce_scatter)
+gather_sequence, scatter_sequence = pair_of(_all_gather, _reduce_scatter)
 """Collectives for hidden states that are split along the sequence.
 
 `gather_sequence` joins (batch, seq/tp, hidden) to (batch, seq, hidden) for a computation with a
@@ -103,7 +54,7 @@ shard of the weights. `scatter_sequence` turns partial sums (batch, seq, hidden)
 part of their sum, (batch, seq/tp, hidden).
 """
 
-split_sequence, join_sequence = _pair(_split, _all_gather)
+split_sequence, join_sequence = pair_of(_split, _all_gather)
 """Collectives around a region that is split along the sequence.
 
 `split_sequence` takes this process's part, (batch, seq/tp, hidden), of replicated (batch, seq,
@@ -121,7 +72,7 @@ def _split_last(x: Tensor, group: ProcessGroup) -> Tensor:
 def _gather_last(size: int) -> Collective:
     def gather(x: Tensor, group: ProcessGroup) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, shard_width(size, group) - x.shape[-1]))
-        gathered = _gather_along(padded, x.dim() - 1, group)
+        gathered = gather_along(padded, x.dim() - 1, group)
         # The copy avoids a view: FSDP2 warns of views, whose in-place changes would lose gradients.
         return gathered if gathered.shape[-1] == size else gathered[..., :size].contiguous()
 
@@ -131,7 +82,7 @@ def _gather_last(size: int) -> Collective:
 @functools.cache
 def _last_dimension(size: int) -> tuple[Collective, Collective]:
     """Return the functions that split and that gather a last dimension of this length."""
-    return _pair(_split_last, _gather_last(size))
+    return pair_of(_split_last, _gather_last(size))
 
 
 def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
@@ -160,4 +111,4 @@ def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the element-wise maximum of `x` over the group, without a gradient."""
-    return _wait(operators.all_reduce(x.contiguous(), "max", group.group_name))
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "max", group.group_name))

@@ -1,0 +1,105 @@
+"""Check that attention can see full sequences over the cp axis, and choose how."""
+
+import inspect
+from math import lcm
+
+from transformers import PreTrainedModel
+
+from meshtrain.compat.transformers import knows_attention_interface
+from meshtrain.config.plan import ContextMethod, ContextPlan, ParallelPlan
+from meshtrain.errors import Problem
+from meshtrain.parallel.check.batch import BatchShape, nearest_multiples
+from meshtrain.parallel.context.attention import num_exchanged_keys
+from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.tensor.head_share import Heads, heads_of, uneven_heads
+from meshtrain.parallel.tensor.rules import Problems
+
+
+def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    """Yield why a class, the heads or the lengths do not fit cp."""
+    cp = plan.mesh.cp
+    if cp == 1:
+        return
+    name = type(model).__name__
+    if not knows_attention_interface(model):
+        yield Problem(
+            f"mesh.cp = {cp}, but {name} does not compute attention through the interface of transformers, so its "
+            "attention would see a part of each sequence only",
+            "use cp = 1",
+        )
+    elif "position_ids" not in inspect.signature(type(model).forward).parameters:
+        yield Problem(
+            f"mesh.cp = {cp}, but {name} takes no position_ids, so it would count the positions of each part from 0",
+            "use cp = 1",
+        )
+    heads = _heads_of_process(plan, model)
+    if plan.context.method == "ulysses" and (heads is None or heads.queries % cp):
+        found = "their number differs between layers or processes" if heads is None else f"there are {heads.queries}"
+        yield Problem(
+            f"context.method = 'ulysses' divides the attention heads of a process over cp = {cp}, but {found}",
+            "set it to 'all_gather'",
+        )
+    if plan.context.method == "ulysses" and plan.context.order == "head_tail":
+        yield Problem(
+            "context.order = 'head_tail' with context.method = 'ulysses': each process then computes attention for the "
+            "full sequence, so the order changes nothing",
+            "leave it out",
+        )
+    yield from _check_lengths(plan, batch)
+
+
+def resolve_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> ContextPlan:
+    """Return the method and the order of a checked plan, without `auto`."""
+    wanted, cp = plan.context, plan.mesh.cp
+    if cp == 1:
+        return wanted
+    heads = _heads_of_process(plan, model)
+    method: ContextMethod = "ulysses" if heads is not None and heads.queries % cp == 0 else "all_gather"
+    if wanted.method != "auto":
+        method = wanted.method
+    plan = plan.model_copy(update={"context": ContextPlan(method=method, order="head_tail")})
+    fits_two = method == "all_gather" and not any(_check_lengths(plan, batch))
+    order = wanted.order if wanted.order != "auto" else "head_tail" if fits_two else "contiguous"
+    return ContextPlan(method=method, order=order)
+
+
+def context_elements(plan: ParallelPlan, model: PreTrainedModel, method: ContextMethod) -> int | None:
+    """Return how many numbers a rank of cp gets per token of its part, in a layer and a pass.
+
+    Args:
+        plan: resolved.
+        model: whose heads are counted.
+        method: for which to count.
+
+    Returns:
+        The number for heads of width 1; None if it is not known.
+    """
+    heads, cp = _heads_of_process(plan, model), plan.mesh.cp
+    if heads is None:
+        return None
+    if method == "all_gather":
+        return 2 * heads.keys * (cp - 1)
+    return 2 * (heads.queries + num_exchanged_keys(heads.queries, heads.keys, cp)) * (cp - 1) // cp
+
+
+def _heads_of_process(plan: ParallelPlan, model: PreTrainedModel) -> Heads | None:
+    """Return the numbers of heads on each process of tp; None if they differ."""
+    tp, heads = plan.mesh.tp, heads_of(model.config.get_text_config())
+    if heads is None or uneven_heads(model.config.get_text_config(), tp) is not None:
+        return None
+    return Heads(heads.queries // tp, heads.keys // tp)
+
+
+def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    order = "contiguous" if plan.context.order == "auto" else plan.context.order
+    unit = Columns(order, plan.mesh.cp).unit
+    if plan.tensor.sequence_parallel:
+        unit = lcm(unit, plan.mesh.cp * plan.mesh.tp)
+    lengths = {"sequence_length": batch.sequence_length, "pad_to_multiple_of": batch.width_multiple}
+    for key, length in lengths.items():
+        if length is not None and length % unit:
+            yield Problem(
+                f"mesh.cp = {plan.mesh.cp} divides each sequence into {unit} equal parts, which is not possible for "
+                f"data.{key} = {length}",
+                nearest_multiples(length, unit),
+            )

@@ -1,0 +1,37 @@
+"""Which tokens of a sequence each rank of cp has."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshtrain.config.plan import ContextOrder
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the tokens of a sequence are distributed over cp.
+
+    Attributes:
+        order: `contiguous`: one piece for each rank. `head_tail`: two pieces, of which one is as
+            far from the start as the other is from the end, so that all ranks have as many pairs of
+            a token and an earlier one.
+        size: number of ranks, which divides every length.
+    """
+
+    order: ContextOrder
+    size: int
+
+    @property
+    def unit(self) -> int:
+        """The number that divides the length of every sequence, in tokens."""
+        return self.size * (2 if self.order == "head_tail" else 1)
+
+    def of(self, rank: int, length: int) -> Tensor:
+        """Return the (seq/cp,) columns that a rank has of a sequence of `length` tokens."""
+        pieces = torch.arange(length).chunk(self.unit)
+        return torch.cat([pieces[rank], pieces[-1 - rank]]) if self.order == "head_tail" else pieces[rank]
+
+    def joined(self, length: int) -> Tensor:
+        """Return the (seq,) columns of all ranks, one rank after another."""
+        return torch.cat([self.of(rank, length) for rank in range(self.size)])

@@ -1,0 +1,102 @@
+"""The part of a batch that a rank of cp computes, and the hooks that make a stage compute it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
+from meshtrain.config.plan import ContextPlan
+from meshtrain.parallel.context.attention import Masks, attend_by_heads, attend_to_gathered
+from meshtrain.parallel.context.collectives import gather_keys
+from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.cut.stage import Stage
+
+
+class ContextParallel:
+    """What a process does with its part of the sequences of a batch.
+
+    Args:
+        group: the ranks of cp.
+        plan: resolved.
+        base: name of the attention of the model.
+    """
+
+    def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str) -> None:
+        assert plan.method != "auto", "the plan is not resolved"
+        assert plan.order != "auto", "the plan is not resolved"
+        self._group, self._base = group, base
+        self._columns = Columns(plan.order, group.size())
+        self._masks = Masks(base, plan.method, self._columns, group.rank())
+        self._attend = attend_by_heads if plan.method == "ulysses" else attend_to_gathered
+        self._length: int | None = None
+        self._name = attention_registered(self)
+
+    @contextmanager
+    def of(self, inputs: dict[str, Tensor], labels: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Compute a part of each sequence in the forward passes inside the block.
+
+        Args:
+            inputs: of the full sequences: `input_ids` (rows, seq), masks, positions.
+            labels: (rows, seq)
+
+        Yields:
+            The inputs, with the tokens of this rank's part, and the labels of that part. Masks and
+            positions stay those of the full sequences.
+        """
+        mine = self._mine(labels.shape[1], labels.device)
+        self._length = labels.shape[1]
+        try:
+            yield {**inputs, "input_ids": inputs["input_ids"][:, mine]}, labels[:, mine]
+        finally:
+            self._length = None
+
+    def watch(self, stage: Stage) -> None:
+        """Make the attention of a stage see the full sequence."""
+        stage.model.set_attn_implementation(self._name)
+        stage.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """Compute attention; transformers calls it by name."""
+        if self._length is None:
+            return attention_function(self._base, module)(module, query, key, value, attention_mask, **kwargs)
+        return self._attend(self._base, self._group, module, query, key, value, attention_mask, **kwargs)
+
+    def mask(self, **kwargs: Any) -> Any:
+        """Make a mask; transformers calls it by name."""
+        return mask_function_of(self._base)(**kwargs) if self._length is None else self._masks(**kwargs)
+
+    def full_rows(self, values: Tensor) -> Tensor:
+        """Join (rows * seq/cp, features) of all ranks to (rows * seq, features), in order."""
+        if self._length is None:
+            return values
+        return self.joined(values.unflatten(0, (-1, self._length // self._group.size()))).flatten(0, 1)
+
+    def joined(self, part: Tensor) -> Tensor:
+        """Join (rows, seq/cp, features) of all ranks to (rows, seq, features), in order."""
+        whole = gather_keys(part.unsqueeze(1), self._group).squeeze(1)
+        return whole[:, self._columns.joined(whole.shape[1]).argsort().to(part.device)]
+
+    def _mine(self, length: int, device: torch.device) -> Tensor:
+        return self._columns.of(self._group.rank(), length).to(device)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._length is None:
+            return None
+        ids: Tensor = kwargs["input_ids"]
+        positions, pads = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        self._masks.begin(positions, None if pads is None else pads.bool())
+        shape = (ids.shape[0], self._length)
+        if positions is None:
+            positions = torch.arange(self._length, device=ids.device).expand(shape)
+        if pads is None:
+            # transformers takes the number of keys from a mask, and with one it does not look for
+            # documents in the positions, which are those of a part.
+            pads = torch.ones(shape, dtype=torch.bool, device=ids.device)
+        mine = self._mine(self._length, ids.device)
+        return args, {**kwargs, "position_ids": positions[..., mine], "attention_mask": pads}
