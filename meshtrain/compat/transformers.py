@@ -274,15 +274,6 @@ def named_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def knows_attention_interface(model: PreTrainedModel) -> bool:
-    """Return whether a class computes attention by the function that its configuration names.
-
-    Why: transformers has this in a private attribute of the class.
-    Holds: transformers 5.17 to 5.23.
-    """
-    return bool(model._supports_attention_backend)
-
-
 _numbers = itertools.count()
 
 

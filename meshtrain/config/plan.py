@@ -105,7 +105,8 @@ class ContextPlan(Settings):
     method: Literal["auto"] | ContextMethod = "auto"
     """`ulysses` exchanges heads: each process computes attention for some heads and the full
     sequence, so cp must divide the number of heads on a process. `all_gather` gives each process
-    all keys and values. `auto` is the one that sends less, of those that fit."""
+    all keys and values. `auto` is `ulysses` where it fits, because all processes then have the
+    same work, and plain causal attention needs no mask."""
     order: Literal["auto"] | ContextOrder = "auto"
     """Which part of a sequence a process has. `contiguous` is one piece. `head_tail` is one from
     the start and one from the end, which gives all processes the same work in `all_gather`.

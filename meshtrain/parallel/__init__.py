@@ -47,6 +47,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
+from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
@@ -107,12 +108,12 @@ def build_pipeline(
         ModelError: for a model that cannot be cut, or whose trained parameters have several number
             formats where FSDP2 is needed.
     """
+    context = _context(model, mesh, plan)
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
-    context = _context(model, mesh, plan)
     formula = None if stock_loss else find_formula(model)
     router_loss = RouterLoss(formula, axis_size(mesh, *TOKEN_AXES), device, context)
     rules = _tensor_rules(model, mesh, plan, adapters)
@@ -203,7 +204,7 @@ def _context(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Co
         return None
     base = attention_implementation(model.config.get_text_config())
     assert base is not None, "the plan was not checked"
-    return ContextParallel(mesh.get_group(CP), plan.context, base)
+    return ContextParallel(mesh.get_group(CP), plan.context, base, mixing_blocks(model))
 
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:

@@ -5,12 +5,12 @@ from math import lcm
 
 from transformers import PreTrainedModel
 
-from meshtrain.compat.transformers import knows_attention_interface
-from meshtrain.config.plan import ContextMethod, ContextPlan, ParallelPlan
-from meshtrain.errors import Problem
+from meshtrain.config.plan import ContextMethod, ContextOrder, ContextPlan, ParallelPlan
+from meshtrain.errors import ModelError, Problem
 from meshtrain.parallel.check.batch import BatchShape, nearest_multiples
 from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.tensor.head_share import Heads, heads_of, uneven_heads
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -21,13 +21,11 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
     if cp == 1:
         return
     name = type(model).__name__
-    if not knows_attention_interface(model):
-        yield Problem(
-            f"mesh.cp = {cp}, but {name} does not compute attention through the interface of transformers, so its "
-            "attention would see a part of each sequence only",
-            "use cp = 1",
-        )
-    elif "position_ids" not in inspect.signature(type(model).forward).parameters:
+    try:
+        mixing_blocks(model)
+    except ModelError as error:
+        yield from (Problem(f"mesh.cp = {cp}: {problem.found}", "use cp = 1") for problem in error.problems)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         yield Problem(
             f"mesh.cp = {cp}, but {name} takes no position_ids, so it would count the positions of each part from 0",
             "use cp = 1",
@@ -52,14 +50,16 @@ def resolve_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     """Return the method and the order of a checked plan, without `auto`."""
     wanted, cp = plan.context, plan.mesh.cp
     if cp == 1:
-        return wanted
+        return ContextPlan()
     heads = _heads_of_process(plan, model)
     method: ContextMethod = "ulysses" if heads is not None and heads.queries % cp == 0 else "all_gather"
     if wanted.method != "auto":
         method = wanted.method
     plan = plan.model_copy(update={"context": ContextPlan(method=method, order="head_tail")})
     fits_two = method == "all_gather" and not any(_check_lengths(plan, batch))
-    order = wanted.order if wanted.order != "auto" else "head_tail" if fits_two else "contiguous"
+    order: ContextOrder = "head_tail" if fits_two else "contiguous"
+    if wanted.order != "auto":
+        order = wanted.order
     return ContextPlan(method=method, order=order)
 
 

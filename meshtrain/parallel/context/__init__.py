@@ -1,8 +1,10 @@
 """Context parallelism: sequences lie in parts on the ranks of cp, and attention sees all of them.
 
 attention: what the attention and the masks of a model do then.
+blocks: blocks that compute on full sequences.
 collectives: the exchange of heads, keys and values.
 columns: which tokens of a sequence a rank has.
+mixing: the blocks of a model that need full sequences, found by a tiny copy.
 parts: the parts of a batch, and the hooks of a stage.
 
 Source: DeepSpeed-Ulysses (arXiv:2309.14509) for the exchange of heads, Llama 3 (arXiv:2407.21783,

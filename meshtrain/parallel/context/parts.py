@@ -1,6 +1,6 @@
 """The part of a batch that a rank of cp computes, and the hooks that make a stage compute it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
 from meshtrain.config.plan import ContextPlan
 from meshtrain.parallel.context.attention import Masks, attend_by_heads, attend_to_gathered
+from meshtrain.parallel.context.blocks import compute_in_full
 from meshtrain.parallel.context.collectives import gather_keys
 from meshtrain.parallel.context.columns import Columns
 from meshtrain.parallel.cut.stage import Stage
@@ -23,15 +24,17 @@ class ContextParallel:
         group: the ranks of cp.
         plan: resolved.
         base: name of the attention of the model.
+        full_blocks: names of the blocks that compute on full sequences.
     """
 
-    def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str) -> None:
+    def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str, full_blocks: Iterable[str]) -> None:
         assert plan.method != "auto", "the plan is not resolved"
         assert plan.order != "auto", "the plan is not resolved"
         self._group, self._base = group, base
         self._columns = Columns(plan.order, group.size())
         self._masks = Masks(base, plan.method, self._columns, group.rank())
         self._attend = attend_by_heads if plan.method == "ulysses" else attend_to_gathered
+        self._full_blocks = frozenset(full_blocks)
         self._length: int | None = None
         self._name = attention_registered(self)
 
@@ -58,6 +61,9 @@ class ContextParallel:
         """Make the attention of a stage see the full sequence."""
         stage.model.set_attn_implementation(self._name)
         stage.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, block in stage.model.named_modules():
+            if name in self._full_blocks:
+                compute_in_full(block, self._join, self._own_columns)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -81,6 +87,12 @@ class ContextParallel:
         """Join (rows, seq/cp, features) of all ranks to (rows, seq, features), in order."""
         whole = gather_keys(part.unsqueeze(1), self._group).squeeze(1)
         return whole[:, self._columns.joined(whole.shape[1]).argsort().to(part.device)]
+
+    def _join(self, part: Tensor) -> Tensor:
+        return part if self._length is None else self.joined(part)
+
+    def _own_columns(self, length: int) -> Tensor | None:
+        return None if self._length is None else self._columns.of(self._group.rank(), length)
 
     def _mine(self, length: int, device: torch.device) -> Tensor:
         return self._columns.of(self._group.rank(), length).to(device)
