@@ -255,6 +255,7 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
     """Return the plan completed with the mesh, and the model's precision and rules."""
     if mesh is not None:
         plan = _with_mesh(plan, mesh)
+    _refuse_cp(plan)
     if "precision" not in plan.model_fields_set:
         plan = plan.model_copy(update={"precision": _precision_of(model)})
     return with_family(plan, model.config.model_type)
@@ -348,6 +349,15 @@ def _check_code_of_stages(model: PreTrainedModel) -> None:
 def _is_method_of(module: nn.Module) -> bool:
     forward = own_forward(module)
     return isinstance(forward, MethodType) and forward.__self__ is module
+
+
+def _refuse_cp(plan: ParallelPlan) -> None:
+    if plan.mesh.cp > 1:
+        raise PlanError(
+            f"mesh.cp = {plan.mesh.cp}: a program passes full sequences and gets full logits, and context parallelism "
+            "has parts of both",
+            "train it by `meshtrain train` or meshtrain.train, or use cp = 1",
+        )
 
 
 def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:

@@ -119,6 +119,12 @@ class MeshPlan(Settings):
         return self.degree(*FSDP_AXES)
 
     @property
+    def fsdp_axis(self) -> str:
+        """The name of the axis of FSDP2 in the mesh of a parameter: one axis, or several joined."""
+        wide = [axis for axis in FSDP_AXES if self.degrees[axis] > 1]
+        return FSDP_AXIS if len(wide) > 1 else (wide or FSDP_AXES)[0]
+
+    @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards parameters; False while the axis for it is open."""
         return any(self.degrees[axis] > 1 for axis in FSDP_AXES)

@@ -100,7 +100,7 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
         model: the stock model on meta. It is not changed.
         plan: resolved, with a pipeline.
         rows: sequences of a microbatch.
-        length: of a sequence, in tokens.
+        length: of a full sequence, in tokens.
     """
     layers = plan.pipeline.layer_counts
     full = copy.deepcopy(model)
@@ -123,7 +123,7 @@ def messages_between(
         rows: as for `messages`.
         length: as for `messages`.
     """
-    trace = structure.at(rows, length)
+    trace = structure.at(rows, length // plan.mesh.cp)
     found = []
     for stage, route in enumerate(routes):
         for value in route.received:

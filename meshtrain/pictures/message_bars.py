@@ -10,6 +10,7 @@ AXIS_STYLES = {
     "pp": "blue",
     "dp_replicate": "amber",
     "dp_shard": "green",
+    "dp_shard_cp": "green",
     "cp": "pink",
     "tp": "vermillion",
     "ep": "violet",

@@ -45,6 +45,11 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return concatenated(mesh[replicas], joined) if replicas else joined
 
 
+def fsdp_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group over which FSDP2 shards a parameter."""
+    return fsdp_mesh(mesh).get_all_groups()[-1]
+
+
 def replica_group(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return the group of the full copies of this process's part; None if there is one copy."""
     wide = [axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1]

@@ -1,12 +1,18 @@
 """The tables that `check`, `plan` and the head of every run print."""
 
+from typing import get_args
+
 from meshtrain import console
+from meshtrain.config.plan import ContextMethod
 from meshtrain.config.toml import plan_hash
 from meshtrain.console import BYTES_PER_MB
 from meshtrain.errors import name_some
+from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.check.context import context_elements
+from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
 from meshtrain.training.resolve import ResolvedRun
@@ -57,6 +63,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         switches = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan.tensor, name)]
         rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
         rows += _heads(resolved)
+    if plan.mesh.cp > 1:
+        rows.append(("context", _context(resolved)))
     if plan.mesh.is_sharded:
         rows.append(
             ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
@@ -73,6 +81,18 @@ def plan_table(resolved: ResolvedRun) -> Table:
     )
     rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
     return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
+
+
+def _context(resolved: ResolvedRun) -> str:
+    """Return how attention sees full sequences, what it sends, and which blocks compute on them."""
+    plan, model = resolved.plan, resolved.model
+    described = f"{plan.context.method}, {plan.context.order} parts"
+    sent = {method: context_elements(plan, model, method) for method in get_args(ContextMethod)}
+    if None not in sent.values():
+        numbers = ", ".join(f"{method} {number:,}" for method, number in sent.items())
+        described += f"; numbers exchanged per token, layer, pass and head width: {numbers}"
+    blocks = sorted({as_pattern(name) for name in mixing_blocks(model)})
+    return described + (f"; on full sequences: {', '.join(blocks)}" if blocks else "")
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

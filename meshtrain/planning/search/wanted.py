@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
-from meshtrain.errors import UserError
+from meshtrain.errors import PlanError, UserError
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
@@ -129,6 +129,11 @@ def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
     Raises:
         UserError: for a contradiction that no plan changes.
     """
+    if config.plan.mesh.cp > 1:
+        raise PlanError(
+            f"a search takes cp = 1, found mesh.cp = {config.plan.mesh.cp}",
+            "leave it out, or compare plans with cp by `meshtrain plan`",
+        )
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     plan = config.plan.model_copy(update=tables)
     alone = config.model_copy(update={"plan": plan, "micro_batch_size": 1})

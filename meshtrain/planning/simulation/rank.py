@@ -36,7 +36,7 @@ from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
-from meshtrain.runtime.mesh import init_mesh
+from meshtrain.runtime.mesh import fsdp_group, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.step import StepContext, train_step
@@ -131,6 +131,7 @@ def group_axes(pipeline: Pipeline) -> dict[str, str]:
     """Return the axis of each process group of a pipeline, by the name of the group."""
     mesh = pipeline.mesh
     names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
+    names[str(fsdp_group(mesh).group_name)] = pipeline.plan.mesh.fsdp_axis
     along_pp = [pipeline.peers, *(tie.group for tie in pipeline.tied_copies.ties)]
     return names | {str(group.group_name): PP for group in along_pp if group is not None}
 

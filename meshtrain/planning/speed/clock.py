@@ -69,7 +69,7 @@ class Clock:
         for action in actions:
             is_backward = action.phase.startswith("backward")
             if action.phase == "gradients":
-                self._wait(self._reductions_end, "dp_shard")
+                self._wait(self._reductions_end, self.rates.fsdp_axis)
             for item in self._items(action):
                 if item.message is None:
                     self._compute(item)
@@ -97,7 +97,7 @@ class Clock:
 
     def _compute(self, item: _Item) -> None:
         if item.needs_gathered and self._pending:
-            self._wait(self._pending.popleft(), "dp_shard")
+            self._wait(self._pending.popleft(), self.rates.fsdp_axis)
             self._copied.append(self.now)
         self.now += item.seconds
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, DP_SHARD, MeshPlan
+from meshtrain.config.mesh import AXES, MeshPlan, axes_named
 from meshtrain.planning.simulation.recorder import Work
 
 GB, TERA = 1e9, 1e12
@@ -30,7 +30,8 @@ class Rates:
     def __init__(self, speed: SpeedConfig, mesh: MeshPlan, *, optimizer_on_host: bool = False) -> None:
         self.is_asynchronous = speed.is_asynchronous
         self._speed, self._on_host = speed, optimizer_on_host
-        self._groups = {axis: _Group(mesh, axis, speed) for axis in AXES}
+        self.fsdp_axis = mesh.fsdp_axis
+        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, mesh.fsdp_axis}}
         self._seconds: dict[tuple[Work, bool], float] = {}
 
     def compute_seconds(self, work: Counter[Work], *, in_optimizer: bool = False) -> float:
@@ -55,7 +56,7 @@ class Rates:
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
         seconds = group.ring_seconds(name, num_bytes)
-        if self._on_host and message.axis == DP_SHARD and name in ("all_gather", "reduce_scatter"):
+        if self._on_host and message.axis == self.fsdp_axis and name in ("all_gather", "reduce_scatter"):
             # Each process copies its part from host memory before, or to it afterwards.
             seconds += num_bytes / group.size / (self._speed.host_link_gb_per_second * GB)
         return seconds
@@ -93,11 +94,12 @@ class Rates:
 
 
 class _Group:
-    """The processes along an axis."""
+    """The processes along an axis, or along several that are joined."""
 
     def __init__(self, mesh: MeshPlan, axis: str, speed: SpeedConfig) -> None:
-        stride = mesh.degree(*AXES[AXES.index(axis) + 1 :])
-        self.size = mesh.degree(axis)
+        axes = axes_named(axis)
+        stride = mesh.degree(*AXES[AXES.index(axes[-1]) + 1 :])
+        self.size = mesh.degree(*axes)
         self.crosses_hosts = stride * self.size > speed.processes_per_host
         on_host = max(1, min(self.size, speed.processes_per_host // stride))
         within, between = speed.within_host, speed.between_hosts
