@@ -23,7 +23,7 @@ def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[
             "plan.every: unknown key; did you mean 'evaluation.every' or 'checkpoint.every' or 'logging.every' or "
             "'plan.recompute.every'?",
         ),
-        ("plan.mesh.zzz = 2", "plan.mesh.zzz: unknown key; the keys here are: pp, dp_replicate, dp_shard, tp"),
+        ("plan.mesh.zzz = 2", "plan.mesh.zzz: unknown key; the keys here are: pp, dp_replicate, dp_shard, cp, tp"),
         ("optimiser.beta1 = 0.9", "optimiser: unknown key; did you mean 'optimizer'?"),
     ],
 )
@@ -36,7 +36,7 @@ def test_unknown_key_is_named_relative_to_its_own_file(write):
 
     assert problems_of(write, 'plan = "plan.toml"') == (
         "plan.toml: tp: unknown key; did you mean 'mesh.tp'?",
-        "plan.toml: learning_rate: unknown key; the keys here are: model_types, mesh, pipeline, tensor, "
+        "plan.toml: learning_rate: unknown key; the keys here are: model_types, mesh, pipeline, tensor, context, "
         "shard, precision, recompute, compile, extends",
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from meshtrain.compat.nn import parameter_table
 from meshtrain.compat.transformers import attention_function, mask_function_of
 from meshtrain.config.plan import ContextMethod
 from meshtrain.parallel.context.collectives import gather_keys, to_heads, to_parts
@@ -100,15 +101,16 @@ def _share_of_heads(module: Any, heads: int, keys: int, group: ProcessGroup) -> 
         keys: number of heads of the keys of all ranks.
         group: the ranks of cp.
     """
-    own = dict(module._parameters)
+    parameters = parameter_table(module)
+    own = dict(parameters)
     groups = getattr(module, "num_key_value_groups", None)
     try:
-        module._parameters.update({name: _share(value, heads, group) for name, value in own.items()})
+        parameters.update({name: _share(value, heads, group) for name, value in own.items()})
         if groups is not None:
             module.num_key_value_groups = heads // keys
         yield
     finally:
-        module._parameters.update(own)
+        parameters.update(own)
         if groups is not None:
             module.num_key_value_groups = groups
 
