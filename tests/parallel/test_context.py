@@ -1,0 +1,247 @@
+"""Context parallelism computes what one process computes; what cannot is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from meshtrain.config.families import with_family
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ContextPlan, ParallelPlan
+from meshtrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
+from meshtrain.errors import ModelError, PlanError
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.context.attention import num_exchanged_keys
+from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.context.mixing import mixing_blocks
+from meshtrain.verify.case import ProofCase, Rows
+from meshtrain.verify.prove import prove_together
+from meshtrain.verify.verify_run import make_case
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, steps_of, train_here
+
+GATHERED, CONTIGUOUS = ({"method": "all_gather", "order": order} for order in ("head_tail", "contiguous"))
+
+
+def case_of(
+    model_type: str,
+    mesh: dict[str, int],
+    rows: Rows = "joined",
+    *,
+    attention: str = "sdpa",
+    config: dict[str, Any] | None = None,
+    **tables: Any,
+) -> ProofCase:
+    small = MeshPlan(**{"dp_shard": 1, **mesh})
+    plan = with_family(ParallelPlan(mesh=small, **tables), model_type)
+    hf_config = load_hf_config(ModelConfig(type=model_type, config=config or {}))
+    return make_case(hf_config, plan, small, rows=rows, attention=attention)
+
+
+def assert_proven(cases: list[ProofCase]) -> None:
+    differences = {
+        f"{case.architecture} {case.plan.context} {case.rows}": proof.difference
+        for case, proof in zip(cases, prove_together(cases), strict=True)
+    }
+    assert not [found for found in differences.items() if found[1] is not None]
+
+
+def test_parts_of_sequences_compute_what_one_process_does() -> None:
+    cp = {"cp": 2}
+    assert_proven(
+        [
+            case_of("llama", cp, "separate"),
+            case_of("llama", cp, "separate", context=GATHERED),
+            case_of("llama", cp, "bucketed", context=CONTIGUOUS),
+            case_of("gpt2", cp, "padded", context=GATHERED),
+            case_of("gpt2", cp, recompute={"mode": "selective"}),
+            # Softcaps, windows, and sinks that belong to heads.
+            case_of("gemma2", cp, "separate", attention="eager"),
+            case_of("gemma2", cp, "bucketed", attention="eager", context=GATHERED),
+            case_of("gemma3_text", cp, "separate", context=GATHERED),
+            case_of("gpt_oss", cp, "separate", attention="eager"),
+            case_of("mixtral", cp, "padded", config={"output_router_logits": True}, context=GATHERED),
+            case_of("mixtral", cp, "separate", config={"output_router_logits": True}),
+            # One key head for both ranks, and keys of another width than values.
+            case_of("llama", cp, config={"num_key_value_heads": 1}),
+            case_of("deepseek_v3", cp, "separate"),
+            # Frequencies that depend on the longest sequence, of which a rank has a part.
+            case_of("llama", cp, "bucketed", config=DYNAMIC, context=GATHERED),
+        ]
+    )
+
+
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=str)
+def test_cp_beside_another_axis_computes_what_one_process_does(mesh: dict[str, int]) -> None:
+    both = {"cp": 2, **mesh}
+    split = {"sequence_parallel": True} if "tp" in mesh else {}
+    cases = [
+        case_of("llama", both, "separate", tensor=split),
+        case_of("llama", both, "separate", tensor=split, context=GATHERED, recompute={"mode": "full"}),
+        case_of("qwen3_moe", both, "bucketed", context=GATHERED),
+    ]
+    if "pp" in mesh:
+        two = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
+        cases += [case_of("gpt2", both), case_of("llama", both, pipeline=two)]
+    if "dp_shard" in mesh:
+        cases.append(case_of("gpt2", {"cp": 2, "dp_replicate": 2, "dp_shard": 1}, context=GATHERED))
+    assert_proven(cases)
+
+
+def test_four_ranks_and_all_axes_compute_what_one_process_does() -> None:
+    assert_proven([case_of("llama", {"cp": 4}, "separate"), case_of("gpt2", {"cp": 4}, context=GATHERED)])
+    every = {"pp": 2, "cp": 2, "tp": 2}
+    assert_proven([case_of("llama", every, "separate", tensor={"sequence_parallel": True}, context=GATHERED)])
+    assert_proven([case_of("llama", {"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "separate", context=GATHERED)])
+
+
+def test_compiled_layers_compute_what_one_process_does() -> None:
+    compiled = {"compile": {"enabled": True}}
+    assert_proven([case_of("llama", {"cp": 2}, **compiled), case_of("llama", {"cp": 2}, context=GATHERED, **compiled)])
+
+
+def test_blocks_that_mix_positions_compute_what_one_process_does() -> None:
+    split = {"tensor": {"sequence_parallel": True}, "context": GATHERED}
+    assert_proven([case_of("qwen3_next", {"cp": 2}), case_of("falcon_h1", {"cp": 2}, context=GATHERED)])
+    assert_proven([case_of("qwen3_next", {"cp": 2, "tp": 2}, **split)])
+
+
+def meta_model(model_type: str, **config: Any) -> PreTrainedModel:
+    hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
+    return build_meta_model(hf_config, dtype=torch.float32, attention="eager", trust_remote_code=False)
+
+
+def test_blocks_that_mix_positions_are_found() -> None:
+    assert mixing_blocks(meta_model("llama")) == []
+    types = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    found = mixing_blocks(meta_model("qwen3_next", num_hidden_layers=4, layer_types=types))
+    assert found == ["model.layers.0.linear_attn", "model.layers.2.linear_attn"]
+    short = mixing_blocks(meta_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    assert short == ["model.layers.0.conv"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "bloom",
+            "BloomForCausalLM does not compute attention through the interface of transformers, so the tokens of a "
+            "part would see that part only",
+        ),
+        (
+            "mamba2",
+            "Mamba2ForCausalLM does not compute attention through the interface of transformers, so the tokens of a "
+            "part would see that part only",
+        ),
+        (
+            "zamba2",
+            "mamba_decoder in the layers of Zamba2ForCausalLM mixes positions and takes several hidden states",
+        ),
+    ],
+)
+def test_classes_that_mix_positions_elsewhere_are_refused(model_type: str, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        mixing_blocks(meta_model(model_type))
+    assert caught.value.lines == (message,)
+
+
+BATCH = BatchShape(8, 2, 32)
+
+
+def problems_of(model_type: str, mesh: dict[str, int], batch: BatchShape = BATCH, **tables: Any) -> tuple[str, ...]:
+    plan = with_family(ParallelPlan(mesh=MeshPlan(**{"dp_shard": 1, **mesh}), **tables), model_type)
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(plan, meta_model(model_type), batch, plan.mesh.world_size)
+    return tuple(caught.value.lines)
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    assert problems_of("mamba2", {"cp": 2}) == (
+        "mesh.cp = 2: Mamba2ForCausalLM does not compute attention through the interface of transformers, so the "
+        "tokens of a part would see that part only; use cp = 1",
+        "mesh.cp = 2, but Mamba2ForCausalLM takes no position_ids, so it would count the positions of each part from "
+        "0; use cp = 1",
+    )
+    assert problems_of("gpt2", {"cp": 8}, context={"method": "ulysses"}) == (
+        "context.method = 'ulysses' divides the attention heads of a process over cp = 8, but there are 12; set it to "
+        "'all_gather'",
+    )
+    assert problems_of("gpt2", {"cp": 2}, context={"method": "ulysses", "order": "head_tail"}) == (
+        "context.order = 'head_tail' with context.method = 'ulysses': each process then computes attention for the "
+        "full sequence, so the order changes nothing; leave it out",
+    )
+    assert problems_of("gpt2", {"cp": 4}, BatchShape(8, 2, 30, 6)) == (
+        "mesh.cp = 4 divides each sequence into 4 equal parts, which is not possible for data.sequence_length = 30; "
+        "set it to 28 or 32",
+        "mesh.cp = 4 divides each sequence into 4 equal parts, which is not possible for data.pad_to_multiple_of = 6; "
+        "set it to 4 or 8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length", "wanted", "found"),
+    [
+        ({"cp": 4}, 32, {}, ("ulysses", "contiguous")),
+        # 12 heads.
+        ({"cp": 8}, 32, {}, ("all_gather", "head_tail")),
+        ({"cp": 8}, 24, {}, ("all_gather", "contiguous")),
+        ({"cp": 2, "tp": 4}, 32, {}, ("all_gather", "head_tail")),
+        ({"cp": 2}, 32, {"method": "all_gather"}, ("all_gather", "head_tail")),
+        ({"cp": 2}, 32, CONTIGUOUS, ("all_gather", "contiguous")),
+        ({"cp": 1}, 32, {}, ("auto", "auto")),
+    ],
+)
+def test_method_and_order_are_resolved(
+    mesh: dict[str, int], length: int, wanted: dict[str, str], found: tuple[str, str]
+) -> None:
+    plan = with_family(ParallelPlan(mesh=MeshPlan(**{"dp_shard": 1, **mesh}), context=ContextPlan(**wanted)), "gpt2")
+    resolved = resolve_plan(plan, meta_model("gpt2"), BatchShape(8, 2, length), plan.mesh.world_size)
+    assert (resolved.context.method, resolved.context.order) == found
+    assert resolve_plan(resolved, meta_model("gpt2"), BatchShape(8, 2, length), plan.mesh.world_size) == resolved
+
+
+def test_head_tail_gives_all_ranks_as_many_pairs() -> None:
+    columns = Columns("head_tail", 4)
+    assert sorted(columns.joined(32).tolist()) == list(range(32))
+    assert len({int(columns.of(rank, 32).sum()) for rank in range(4)}) == 1
+    assert Columns("contiguous", 4).of(1, 32).tolist() == list(range(8, 16))
+
+
+@pytest.mark.parametrize(("heads", "keys", "size", "sent"), [(8, 8, 4, 8), (8, 2, 4, 4), (8, 1, 8, 8), (12, 3, 2, 12)])
+def test_each_rank_gets_the_keys_of_its_queries(heads: int, keys: int, size: int, sent: int) -> None:
+    assert num_exchanged_keys(heads, keys, size) == sent
+
+
+def run_of(directory: Path, name: str, mesh: dict[str, int], steps: int, form: str, **tables: Any) -> RunConfig:
+    plan = build_plan((1, 1, 1, 1)).model_copy(update={"mesh": MeshPlan(**{"dp_shard": 1, **mesh}), **tables})
+    changes = {"steps": steps, "checkpoint": CheckpointConfig(every=2), "evaluation": EvaluationConfig(every=2)}
+    run = build_run(directory / name, "qwen3", plan, **changes)
+    data: dict[str, Any] = {"form": form, "validation": 0.2}
+    data |= {"pad_to_multiple_of": 4} if form == "padded" else {"documents": "separate"}
+    return run.model_copy(update={"data": run.data.model_copy(update=data)})
+
+
+def train(config: RunConfig) -> None:
+    run_on_ranks(config.plan.mesh.world_size, train_here, config, joins=False)
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_run_resumes_with_and_without_cp(tmp_path: Path, form: str) -> None:
+    train(run_of(tmp_path, "alone", {}, 6, form))
+    train(run_of(tmp_path, "traveling", {"cp": 2}, 2, form))
+    train(run_of(tmp_path, "traveling", {"dp_shard": 2}, 4, form))
+    train(run_of(tmp_path, "traveling", {"pp": 2, "cp": 2}, 6, form, context=ContextPlan(**GATHERED)))
+    wanted, found = (steps_of(tmp_path / name) for name in ("alone", "traveling"))
+    assert [it["step"] for it in found] == [1, 2, 3, 4, 5, 6]
+    for one, other in zip(wanted, found, strict=True):
+        for metric in {"loss", "grad_norm", "eval_loss"} & {*one}:
+            assert other[metric] == pytest.approx(one[metric], rel=1e-12)
