@@ -75,6 +75,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2, "dp_shard": 1}},
     "tp, parts of the sequence": {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
     "tp, selective": {"mesh": {"tp": 2, "dp_shard": 1}, "recompute": {"mode": "selective"}},
+    "cp": {"mesh": {"cp": 2, "dp_shard": 1}},
+    "cp x fsdp, gathered": {"mesh": {"cp": 2, "dp_shard": 2}, "context": {"method": "all_gather"}},
     "pp": {"mesh": {"pp": 2, "dp_shard": 1}},
     "pp, recomputed": {"mesh": {"pp": 2, "dp_shard": 1}, "recompute": {"mode": "full"}},
     "pp, interleaved": {
