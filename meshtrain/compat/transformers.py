@@ -2,11 +2,12 @@
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     PretrainedConfig,
@@ -204,6 +205,29 @@ def forget_loss(model: PreTrainedModel) -> None:
     Holds: transformers 5.17 to 5.23.
     """
     del model._loss_function
+
+
+@contextmanager
+def loss_replaced(model: Any, loss: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a model call another loss than that of transformers while the block runs.
+
+    Why: as for `forget_loss`; and some classes pass the logits by position, some by name.
+    Holds: transformers 5.17 to 5.23.
+
+    Args:
+        model: whose loss no program has set.
+        loss: called with transformers' loss and its arguments, without the logits.
+    """
+    stock = model.loss_function
+
+    def call(logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
+        return loss(stock, labels, vocab_size, *args, **kwargs)
+
+    model.loss_function = call
+    try:
+        yield
+    finally:
+        forget_loss(model)
 
 
 def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:

@@ -3,6 +3,7 @@
 account: stages, layers, parameters and bytes of every process under a plan.
 check: whether a plan fits the model, the batches and the number of processes.
 cut: pipeline stages of an unmodified model.
+head: head and loss in chunks of tokens.
 execution: recomputation and compilation of the decoder layers.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 pipeline: the parallel model as the training step uses it.
@@ -47,6 +48,8 @@ from meshtrain.models.initialize import materialize
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
+from meshtrain.parallel.head.chunks import ChunkedHead
+from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
@@ -112,6 +115,7 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
+    base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
     compute = getattr(torch, plan.precision.compute)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
@@ -127,6 +131,9 @@ def build_pipeline(
                 tied=stage.names_of_one_parameter(),
             )
         streams.watch(stage.model, stage.index)
+    head, last = None, stages[-1]
+    if base is not None and last.is_last:
+        head = ChunkedHead(last.model, base, plan.loss.size, last.channel, stock_loss=stock_loss)
     return Pipeline(
         stages=tuple(stages),
         mesh=mesh,
@@ -142,6 +149,7 @@ def build_pipeline(
         router_loss=router_loss,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
+        head=head,
     )
 
 

@@ -1,6 +1,6 @@
 """The parallel model for the training step: one interface, with or without a pipeline schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.head.chunks import ChunkedHead, LossFunction, take_loss
+from meshtrain.parallel.head.size import loss_dtype
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recorded_stage import RecordedStage
 from meshtrain.parallel.replicas import Replicas
@@ -37,11 +39,6 @@ from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 NOTHING_TRAINS = Problem("every parameter is frozen, so there is nothing to train", "set requires_grad_(True) on some")
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
-
-The losses of a step are summed.
-"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,8 @@ class Pipeline:
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is not the group of the pp axis. Collectives of that axis must not queue
             behind messages between two processes, and must not be counted with them.
+        head: computes the loss of this process's microbatches in chunks; None if all logits are
+            computed at once, and on processes without the last stage.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 
@@ -84,6 +83,7 @@ class Pipeline:
     router_loss: RouterLoss
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
+    head: ChunkedHead | None = None
     activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
@@ -202,7 +202,7 @@ class Pipeline:
         Raises:
             ModelError: if every parameter is frozen.
         """
-        inputs, labels = _split_off_labels(batch)
+        inputs, labels, loss_function = self._prepared(batch, loss_function)
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
@@ -216,7 +216,7 @@ class Pipeline:
 
         Arguments and result are those of `forward_backward`.
         """
-        inputs, labels = _split_off_labels(batch)
+        inputs, labels, loss_function = self._prepared(batch, loss_function)
         modes = [stage.model.training for stage in self.stages]
         for stage in self.stages:
             stage.model.eval()
@@ -228,10 +228,16 @@ class Pipeline:
                 stage.model.train(mode)
                 reshard(stage.model)
 
-
-def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    inputs = dict(batch)
-    return inputs, inputs.pop("labels")
+    def _prepared(
+        self, batch: Mapping[str, Tensor], loss_function: LossFunction
+    ) -> tuple[dict[str, Tensor], Tensor, LossFunction]:
+        """Return the inputs of the stages, the labels, and the loss of what the stages return."""
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        if self.head is None:
+            return inputs, labels, loss_function
+        self.head.loss_function = loss_function
+        return {**inputs, "labels": labels}, labels, take_loss
 
 
 def _run_one_stage(
@@ -322,7 +328,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
     received = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
     sent = (
-        [_logits_like(pipeline, labels).requires_grad_()]
+        [_result_like(pipeline, labels).requires_grad_()]
         if stage.is_last
         else sent_like(pipeline, stage, batch, length)
     )
@@ -368,8 +374,10 @@ def _split_shape(tensor: Tensor, tp: int) -> Tensor:
     return tensor.new_empty((batch, length // tp, *rest), requires_grad=tensor.requires_grad)
 
 
-def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
-    """Return the logits of one microbatch on meta, in the shape that the last stage returns."""
+def _result_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
+    """Return on meta what the last stage returns for one microbatch: its logits or its loss."""
+    if pipeline.head is not None:
+        return torch.empty((), dtype=loss_dtype(pipeline.plan), device="meta")
     config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
     width = config.vocab_size
     if pipeline.logits_are_sharded:

@@ -4,6 +4,7 @@ All contradictions are reported together.
 
 Modules:
     batch: batch sizes and sequence lengths.
+    head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
@@ -21,6 +22,7 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
+from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
@@ -81,6 +83,7 @@ def resolve_plan(
         update={
             "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
+            "loss": resolve_loss(plan, model, batch),
         }
     )
 
@@ -156,6 +159,7 @@ CHECKS: tuple[Check, ...] = (
     check_stages,
     _check_recompute,
     _check_rotary,
+    check_head,
 )
 # These run the model on meta, which takes longest.
 RUNNING_CHECKS = (check_tensor, check_stages)
