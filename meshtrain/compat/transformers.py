@@ -4,6 +4,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -211,19 +212,14 @@ def forget_loss(model: PreTrainedModel) -> None:
 def loss_replaced(model: Any, loss: Callable[..., Tensor]) -> Iterator[None]:
     """Let a model call another loss than that of transformers while the block runs.
 
-    Why: as for `forget_loss`; and some classes pass the logits by position, some by name.
+    Why: as for `forget_loss`.
     Holds: transformers 5.17 to 5.23.
 
     Args:
         model: whose loss no program has set.
-        loss: called with transformers' loss and its arguments, without the logits.
+        loss: called with transformers' loss and the arguments of that.
     """
-    stock = model.loss_function
-
-    def call(logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
-        return loss(stock, labels, vocab_size, *args, **kwargs)
-
-    model.loss_function = call
+    model.loss_function = partial(loss, model.loss_function)
     try:
         yield
     finally:

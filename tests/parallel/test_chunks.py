@@ -1,4 +1,4 @@
-"""With head and loss in chunks, plans train like the stock model, and logits never exist at once."""
+"""With head and loss in chunks, plans train like the stock model, without all logits."""
 
 from functools import partial
 

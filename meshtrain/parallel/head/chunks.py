@@ -1,17 +1,18 @@
 """The pass of a model whose head and loss run in chunks of tokens."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from meshtrain.compat.nn import mix_in
+from meshtrain.compat.autograd import leaves_of
+from meshtrain.compat.nn import mix_in, parameter_table
 from meshtrain.compat.transformers import loss_replaced
 from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.probe import no_router_logits
@@ -63,8 +64,10 @@ class ChunkedHead:
             given = dict(zip(self._names, args, strict=False)) | kwargs
             return self._forward(model, *args, **kwargs) if given.get("labels") is None else run(given)
 
-        mix_in(model, _WithChunks, forward=forward)
-        mix_in(model.get_submodule(base), _Base, head=self)
+        # transformers knows by the names of module and class which outputs it records.
+        inner = model.get_submodule(base)
+        mix_in(model, _WithChunks, forward=forward, __module__=type(model).__module__)
+        mix_in(inner, _Base, head=self, __module__=type(inner).__module__)
 
     def call_base(self, compute: Callable[[], Any]) -> Any:
         """Return what the base model returns to the class.
@@ -86,7 +89,7 @@ class ChunkedHead:
         inputs = {name: value for name, value in given.items() if name != "labels"}
         with self._opened():
             output = self._forward(self._model, **inputs)
-            loss = self._summed(given["labels"], self.loss_function)
+            loss = self._summed(output.logits, given["labels"], self.loss_function)
         return _with_loss(output, loss)
 
     def _run_stock(self, given: Mapping[str, Any]) -> ModelOutput:
@@ -107,6 +110,7 @@ class ChunkedHead:
     def _stock_loss(
         self,
         stock: Callable[..., Tensor],
+        logits: Tensor,
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
@@ -118,6 +122,7 @@ class ChunkedHead:
 
         Args:
             stock: transformers' loss.
+            logits: of one token.
 
         The other arguments are those of `stock`. Without any label that counts the loss is 0.
         """
@@ -127,17 +132,27 @@ class ChunkedHead:
             num_items_in_batch = (shift_labels != ignore_index).sum().clamp(min=1)
         shared = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         return self._summed(
+            logits,
             shift_labels,
             lambda logits, targets: stock(logits, labels=targets, shift_labels=targets, **shared, **kwargs),
         )
 
-    def _summed(self, labels: Tensor, loss_function: LossFunction) -> Tensor:
-        return sum_over_chunks(
-            _states(self._output),
-            labels,
-            lambda part, targets: loss_function(self._logits(part), targets),
-            self._chunk_tokens,
-        )
+    def _summed(self, logits: Tensor, labels: Tensor, loss_function: LossFunction) -> Tensor:
+        """Return the sum of the loss over chunks.
+
+        Args:
+            logits: of one token; their graph has the parameters of the head, and no others.
+            labels: (batch, seq).
+            loss_function: of logits and labels (1, tokens).
+        """
+        with _stand_ins(self._model, leaves_of(logits)) as parameters:
+            return sum_over_chunks(
+                _states(self._output),
+                labels,
+                lambda part, targets: loss_function(self._logits(part), targets),
+                self._chunk_tokens,
+                parameters,
+            )
 
     def _logits(self, part: Tensor) -> Tensor:
         """Return the logits (1, tokens, vocab) of hidden states (1, tokens, hidden)."""
@@ -156,6 +171,22 @@ class ChunkedHead:
             yield
         finally:
             self._is_open, self._output, self._part = False, None, None
+
+
+@contextmanager
+def _stand_ins(model: nn.Module, parameters: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Yield parameters -> tensors with the same values, which replace them while the block runs."""
+    replaced = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
+    tables = [parameter_table(module) for module in model.modules()] if parameters else []
+    slots = [(table, name, own) for table in tables for name, own in table.items() if own in replaced]
+    assert {own for _, _, own in slots} == replaced.keys(), "the head has a parameter that no module holds"
+    for table, name, own in slots:
+        table[name] = replaced[own]
+    try:
+        yield replaced
+    finally:
+        for table, name, own in slots:
+            table[name] = own
 
 
 class _WithChunks:

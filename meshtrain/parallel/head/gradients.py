@@ -1,13 +1,11 @@
 """The loss of hidden states in chunks of tokens, with its gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from meshtrain.compat.autograd import leaves_of
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 """Maps hidden states (1, tokens, hidden) and labels (1, tokens) to a () loss.
@@ -16,7 +14,9 @@ The losses of all chunks are summed.
 """
 
 
-def sum_over_chunks(hidden: Tensor, labels: Tensor, loss_of: ChunkLoss, chunk_tokens: int) -> Tensor:
+def sum_over_chunks(
+    hidden: Tensor, labels: Tensor, loss_of: ChunkLoss, chunk_tokens: int, parameters: Mapping[Tensor, Tensor]
+) -> Tensor:
     """Return the () sum of the loss over chunks, of whose logits only those of one chunk exist.
 
     With gradients, those of a chunk are computed while its logits exist. So the head runs forward
@@ -27,12 +27,14 @@ def sum_over_chunks(hidden: Tensor, labels: Tensor, loss_of: ChunkLoss, chunk_to
         labels: (batch, seq).
         loss_of: of a chunk.
         chunk_tokens: number of tokens of each chunk but the last.
+        parameters: those of the head that are trained -> what `loss_of` computes with instead. A
+            hook of a parameter then sees its gradient once, not once for each chunk.
     """
     assert labels.shape == hidden.shape[:2], f"labels {tuple(labels.shape)} for states {tuple(hidden.shape)}"
     if not torch.is_grad_enabled():
         losses = [loss_of(part, targets) for part, targets in _chunks(hidden, labels, chunk_tokens)]
         return torch.stack(losses).sum()
-    collected = _Collected(hidden)
+    collected = _Collected(hidden, parameters)
     for part, targets in _chunks(hidden.detach(), labels, chunk_tokens):
         collected.add(part.requires_grad_(hidden.requires_grad), lambda it, targets=targets: loss_of(it, targets))  # type: ignore[misc]
     return collected.attached()
@@ -48,13 +50,14 @@ class _Collected:
 
     Args:
         hidden: of all chunks.
+        parameters: as for `sum_over_chunks`.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, parameters: Mapping[Tensor, Tensor]) -> None:
         self._hidden = hidden
+        self._parameters, self._stand_ins = [*parameters], [*parameters.values()]
         self._losses: list[Tensor] = []
         self._states: list[Tensor] = []
-        self._parameters: list[Tensor] = []
         self._sums: list[Tensor] = []
 
     def add(self, part: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
@@ -65,18 +68,14 @@ class _Collected:
             loss_of: returns the loss of the chunk.
         """
         loss = loss_of(part)
-        is_first = not self._losses
         self._losses.append(loss.detach())
         if not loss.requires_grad:
             return
-        if is_first:
-            # The graph has them all: a tied weight, a bias, adapters.
-            self._parameters = [leaf for leaf in leaves_of(loss) if leaf is not part]
         wanted = [part] if part.requires_grad else []
-        found = torch.autograd.grad(loss, [*wanted, *self._parameters])
+        found = torch.autograd.grad(loss, [*wanted, *self._stand_ins])
         self._states += found[: len(wanted)]
         gradients = found[len(wanted) :]
-        if is_first:
+        if not self._sums:
             # 16-bit formats have too few digits for a sum over many chunks.
             self._sums = [it.to(_summed_in(it.dtype), copy=True) for it in gradients]
         else:
