@@ -79,11 +79,12 @@ def resolve_plan(
         # With a pipeline, each microbatch would gather the parameters again. Without sharding,
         # freeing them saves nothing.
         reshard = "never" if mesh.pp > 1 or not mesh.is_sharded else "always"
+    pipeline = plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None})
+    plan = plan.model_copy(update={"pipeline": pipeline})
     return plan.model_copy(
         update={
-            "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
-            "loss": resolve_loss(plan, model, batch),
+            "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
     )
 
