@@ -121,8 +121,11 @@ def build_pipeline(
     _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()
+    head: ChunkedHead | None = None
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss)
+        if base is not None and stage.is_last:
+            head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:
             materialize(
                 stage.model,
@@ -131,9 +134,6 @@ def build_pipeline(
                 tied=stage.names_of_one_parameter(),
             )
         streams.watch(stage.model, stage.index)
-    head, last = None, stages[-1]
-    if base is not None and last.is_last:
-        head = ChunkedHead(last.model, base, plan.loss.size, last.channel, stock_loss=stock_loss)
     return Pipeline(
         stages=tuple(stages),
         mesh=mesh,

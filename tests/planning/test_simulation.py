@@ -57,7 +57,10 @@ def peaks_of_equals(measured: Sequence[Measured], profiles: Sequence[RankProfile
 
 def compare(model_type: str, plan: str) -> float:
     """Compare a real run with its simulation, and return the largest deviation of a peak."""
-    run = make_run(model_type, PLANS[plan])
+    return compare_run(make_run(model_type, PLANS[plan]))
+
+
+def compare_run(run: SimulatedRun) -> float:
     measured = run_on_ranks(run.plan.mesh.world_size, measure, run)
     (profiles,) = run_on_ranks(1, simulated, run, joins=False)
     for found, profile in zip(measured, profiles, strict=True):
@@ -70,6 +73,18 @@ def compare(model_type: str, plan: str) -> float:
 @pytest.mark.parametrize(("model_type", "plan"), sorted(QUICK))
 def test_simulated_step_needs_what_a_real_one_needs(model_type: str, plan: str) -> None:
     assert abs(compare(model_type, plan)) <= NEAR
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}], ids=["tp", "pp"])
+def test_simulated_chunks_of_the_head_need_what_real_ones_need(mesh: dict[str, int]) -> None:
+    values = {**MODELS["llama"], "vocab_size": 16_384}
+    peaks = []
+    for chunk_tokens in (0, 32):
+        run = make_run("llama", {"mesh": mesh, "loss": {"chunk_tokens": chunk_tokens}}, values=values)
+        assert abs(compare_run(run)) <= NEAR
+        (profiles,) = run_on_ranks(1, simulated, run, joins=False)
+        peaks.append(memory_use(profiles[-1]).peak_bytes)
+    assert peaks[1] < 0.7 * peaks[0]
 
 
 @pytest.mark.timeout(3000)
