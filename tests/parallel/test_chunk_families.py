@@ -66,11 +66,11 @@ def prove_families(kinds: list[str], mesh: dict[str, int]) -> None:
     assert {kind: proof.difference for kind, proof in zip(kinds, proofs, strict=True) if not proof.holds} == {}
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=["tp", "pp", "fsdp"])
 def test_special_heads_train_in_chunks_like_one_process(mesh: dict[str, int]) -> None:
     prove_families([*SPECIAL], mesh)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=["tp", "pp", "fsdp"])
 def test_other_heads_train_in_chunks_like_one_process(mesh: dict[str, int]) -> None:
     prove_families([kind for kind in FAMILIES if kind not in SPECIAL], mesh)
