@@ -18,6 +18,7 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import (
     CompilePlan,
+    LossPlan,
     ParallelPlan,
     PipelinePlan,
     PrecisionPlan,
@@ -115,6 +116,7 @@ class Case:
     reshard: str = "auto"
     offload: str = "none"
     precision: PrecisionPlan = PROOF
+    chunk_tokens: int = 0
 
     @property
     def world_size(self) -> int:
@@ -137,6 +139,7 @@ class Case:
                 mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)
             ),
             compile=CompilePlan(enabled=self.compiled, backend="aot_eager"),
+            loss=LossPlan(chunk_tokens=self.chunk_tokens),
         )
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
         return plan.model_copy(update={"tensor": _family(MODELS[self.model].type or "").model_copy(update=switches)})

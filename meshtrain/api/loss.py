@@ -60,8 +60,10 @@ class LossOfAllRanks:
 
     def _share(self, output: Any, counted: Tensor) -> Tensor:
         total = all_reduce_over(counted.clone(), self._mesh, self._axes)
-        # The mean over no labels is NaN, which would spread to the other ranks.
-        loss = output.loss * (counted / total.clamp(min=1)) if bool(counted) else (output.logits * 0.0).sum()
+        # The mean over no labels is NaN, which would spread to the other ranks. In chunks, without
+        # logits, it is 0.
+        has_loss = bool(counted) or output.get("logits") is None
+        loss = output.loss * (counted / total.clamp(min=1)) if has_loss else (output.logits * 0.0).sum()
         return loss.to(output.loss.dtype)
 
     def _shifts(self, labels: Tensor) -> bool:

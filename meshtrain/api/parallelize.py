@@ -26,7 +26,7 @@ from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import AXES
-from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.plan import LossPlan, ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
@@ -38,6 +38,7 @@ from meshtrain.models.ties import check_ties
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.hooks import has_hooks_on_itself
+from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import init_mesh
@@ -274,15 +275,30 @@ def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: 
 
 
 def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, *, prove: bool) -> ParallelPlan:
+    if plan.mesh.pp == 1:
+        plan = plan.model_copy(update={"loss": _loss_of_program(plan, model)})
     # Resolve before the proof, so that a contradiction at the real size is reported first.
     resolved = resolve_plan(plan, model, _any_batch(plan, model, micro_batch_size), dist.get_world_size())
     if prove and dist.get_world_size() > 1:
-        ensure_model_proven(model, plan)
+        # The chunks are those of the real size.
+        ensure_model_proven(model, plan.model_copy(update={"loss": resolved.loss}))
     if resolved.mesh.pp > 1:
         return resolved
     # The caller of the model uses its logits.
     tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
     return resolved.model_copy(update={"tensor": tensor})
+
+
+def _loss_of_program(plan: ParallelPlan, model: PreTrainedModel) -> LossPlan:
+    """Return how a model without a pipeline computes its loss: from all logits, which it returns.
+
+    Raises:
+        ModelError: if the plan asks for chunks, which the loss of the class does not allow.
+    """
+    if plan.loss.chunk_tokens in ("auto", 0):
+        return LossPlan(chunk_tokens=0)
+    find_base(model, stock_loss=True)
+    return plan.loss
 
 
 def _own_forwards(model: PreTrainedModel) -> dict[str, nn.Module]:

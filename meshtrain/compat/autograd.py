@@ -34,6 +34,24 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def leaves_of(result: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients the backward pass of a result accumulates.
+
+    Why: a node of autograd's graph has its tensor in an attribute that torch does not document.
+    Holds: torch 2.11 to 2.13.
+    """
+    found, seen, waiting = [], set(), [result.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 def flatten(values: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of any nest of lists, dicts and model outputs, and its structure.
 

@@ -4,11 +4,13 @@ import copy
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -210,6 +212,24 @@ def forget_loss(model: PreTrainedModel) -> None:
     Holds: transformers 5.17 to 5.23.
     """
     del model._loss_function
+
+
+@contextmanager
+def loss_replaced(model: Any, loss: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a model call another loss than that of transformers while the block runs.
+
+    Why: as for `forget_loss`.
+    Holds: transformers 5.17 to 5.23.
+
+    Args:
+        model: whose loss no program has set.
+        loss: called with transformers' loss and the arguments of that.
+    """
+    model.loss_function = partial(loss, model.loss_function)
+    try:
+        yield
+    finally:
+        forget_loss(model)
 
 
 def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:

@@ -212,6 +212,23 @@ class CompilePlan(Settings):
     tests."""
 
 
+class LossPlan(Settings):
+    """How the last stage computes the loss."""
+
+    chunk_tokens: Literal["auto"] | NotNegative = "auto"
+    """Compute head and loss in chunks of this many tokens, so that all logits of a microbatch never
+    exist at once. 0 computes all logits. `auto` is 0 unless these take more than 512 MiB on a
+    process in the number format of the loss; then the logits of a chunk take about 256 MiB, or it
+    has 512 tokens or more. It is also 0 for a class whose head cannot run in chunks. In a program
+    without a pipeline `auto` is 0; with another number `model(labels=...)` returns no logits."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens of a chunk of a resolved plan, 0 without chunks."""
+        assert isinstance(self.chunk_tokens, int), "the plan is not resolved"
+        return self.chunk_tokens
+
+
 class ParallelPlan(Settings):
     """Everything about how a model is parallelized, in one TOML file."""
 
@@ -225,3 +242,4 @@ class ParallelPlan(Settings):
     precision: PrecisionPlan = PrecisionPlan()
     recompute: RecomputePlan = RecomputePlan()
     compile: CompilePlan = CompilePlan()
+    loss: LossPlan = LossPlan()

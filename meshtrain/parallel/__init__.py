@@ -4,6 +4,7 @@ account: stages, layers, parameters and bytes of every process under a plan.
 check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
 cut: pipeline stages of an unmodified model.
+head: head and loss in chunks of tokens.
 execution: recomputation and compilation of the decoder layers.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 pipeline: the parallel model as the training step uses it.
@@ -52,6 +53,8 @@ from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
+from meshtrain.parallel.head.chunks import ChunkedHead
+from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
@@ -119,13 +122,17 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
+    base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
     compute = getattr(torch, plan.precision.compute)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, token_rank(mesh))
     summed_over_tp: set[str] = set()
+    head: ChunkedHead | None = None
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, context)
+        if base is not None and stage.is_last:
+            head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:
             materialize(
                 stage.model,
@@ -150,6 +157,7 @@ def build_pipeline(
         router_loss=router_loss,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
+        head=head,
     )
 
 

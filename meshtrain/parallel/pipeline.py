@@ -1,7 +1,7 @@
 """The parallel model for the training step: one interface, with or without a pipeline schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.head.chunks import ChunkedHead, LossFunction, take_loss
+from meshtrain.parallel.head.size import loss_dtype
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recorded_stage import RecordedStage
 from meshtrain.parallel.replicas import Replicas
@@ -39,11 +41,6 @@ from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 NOTHING_TRAINS = Problem("every parameter is frozen, so there is nothing to train", "set requires_grad_(True) on some")
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
-
-The losses of a step are summed.
-"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,8 @@ class Pipeline:
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is not the group of the pp axis. Collectives of that axis must not queue
             behind messages between two processes, and must not be counted with them.
+        head: computes the loss of this process's microbatches in chunks; None if all logits are
+            computed at once, and on processes without the last stage.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 
@@ -88,6 +87,7 @@ class Pipeline:
     router_loss: RouterLoss
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
+    head: ChunkedHead | None = None
     activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
@@ -208,6 +208,7 @@ class Pipeline:
             ModelError: if every parameter is frozen.
         """
         inputs, labels = _split_off_labels(batch)
+        loss_function = self._loss_of_outputs(loss_function)
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
@@ -222,6 +223,7 @@ class Pipeline:
         Arguments and result are those of `forward_backward`.
         """
         inputs, labels = _split_off_labels(batch)
+        loss_function = self._loss_of_outputs(loss_function)
         modes = [stage.model.training for stage in self.stages]
         for stage in self.stages:
             stage.model.eval()
@@ -238,13 +240,19 @@ class Pipeline:
         """Compute this process's part of the sequences inside the block.
 
         Yields:
-            The inputs and the labels of that part.
+            The inputs of the stages for that part, and its labels.
         """
-        if self.context is None:
-            yield inputs, labels
-        else:
-            with self.context.of(inputs, labels) as parts:
-                yield parts
+        context = nullcontext((inputs, labels)) if self.context is None else self.context.of(inputs, labels)
+        with context as (own, targets):
+            # The class computes the loss of chunks from the labels.
+            yield own if self.head is None else {**own, "labels": targets}, targets
+
+    def _loss_of_outputs(self, loss_function: LossFunction) -> LossFunction:
+        """Return the loss of what the last stage returns: logits, or the loss of its chunks."""
+        if self.head is None:
+            return loss_function
+        self.head.loss_function = loss_function
+        return take_loss
 
 
 def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -340,7 +348,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
     received = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
     sent = (
-        [_logits_like(pipeline, labels).requires_grad_()]
+        [_result_like(pipeline, labels).requires_grad_()]
         if stage.is_last
         else sent_like(pipeline, stage, batch, length)
     )
@@ -386,8 +394,10 @@ def _split_shape(tensor: Tensor, tp: int) -> Tensor:
     return tensor.new_empty((batch, length // tp, *rest), requires_grad=tensor.requires_grad)
 
 
-def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
-    """Return the logits of one microbatch on meta, in the shape that the last stage returns."""
+def _result_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
+    """Return on meta what the last stage returns for one microbatch: its logits or its loss."""
+    if pipeline.head is not None:
+        return torch.empty((), dtype=loss_dtype(pipeline.plan), device="meta")
     config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
     width = config.vocab_size
     if pipeline.logits_are_sharded:

@@ -80,6 +80,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         ("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}")
     )
     rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
+    chunk = plan.loss.size
+    rows.append(("loss", f"logits in chunks of {chunk:,} tokens" if chunk else "all logits at once"))
     return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
 
 

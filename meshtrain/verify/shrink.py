@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from meshtrain.config.mesh import AXES, FSDP_AXES, TP, MeshPlan
-from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, PrecisionPlan
+from meshtrain.config.plan import CompilePlan, LossPlan, ParallelPlan, PipelinePlan, PrecisionPlan
 from meshtrain.models.tiny import HEADS
 from meshtrain.parallel.shard import needs_fsdp
 
@@ -12,6 +12,8 @@ MAX_RANKS = 8
 # This many axes can be 2 wide at once.
 MOST_WIDE_AXES = int(math.log2(MAX_RANKS))
 MAX_LAYERS = 16
+# Chunks end inside of the rows of a microbatch, and the last one is shorter.
+CHUNK_TOKENS = 5
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
 
@@ -50,6 +52,9 @@ def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
             # Inductor's generated code reorders sums. With aot_eager the same code is compiled, and
             # cut alike.
             "compile": CompilePlan(enabled=plan.compile.enabled, backend="aot_eager"),
+            "loss": LossPlan(chunk_tokens=min(plan.loss.chunk_tokens, CHUNK_TOKENS))
+            if plan.loss.chunk_tokens != "auto"
+            else plan.loss,
         }
     )
 

@@ -60,7 +60,8 @@ def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
     config = resolved.config
     return make_cases_of(
         resolved.hf_config,
-        config.plan,
+        # Whether the loss is computed in chunks follows from the real size.
+        config.plan.model_copy(update={"loss": resolved.plan.loss}),
         rows=rows_of(config.data),
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,

@@ -123,3 +123,12 @@ def test_cleaning_benchmark_compares_equal_results() -> None:
     _, ours, ftfy, ratio = run_benchmark("tests.benchmarks.cleaning")
     assert (ours[0], ftfy[0]) == ("meshtrain", "ftfy")
     assert ratio[2:] == ["same", "True"]
+
+
+def test_head_benchmark_compares_chunks_with_all_logits() -> None:
+    header, whole, off, parts = run_benchmark("tests.benchmarks.head", "--repeat", "1", "--chunks", "auto", "256")
+    assert header[:4] == ["chunk", "tokens", "peak", "MiB"]
+    # The small vocabulary needs no chunks.
+    assert [row[0] for row in (whole, off, parts)] == ["0", "auto", "256"]
+    assert off[2] == "0"
+    assert all(float(number) > 0 for number in (whole[-1], off[-1], parts[-1]))

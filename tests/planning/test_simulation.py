@@ -57,7 +57,10 @@ def peaks_of_equals(measured: Sequence[Measured], profiles: Sequence[RankProfile
 
 def compare(model_type: str, plan: str) -> float:
     """Compare a real run with its simulation, and return the largest deviation of a peak."""
-    run = make_run(model_type, PLANS[plan])
+    return compare_run(make_run(model_type, PLANS[plan]))
+
+
+def compare_run(run: SimulatedRun) -> float:
     measured = run_on_ranks(run.plan.mesh.world_size, measure, run)
     (profiles,) = run_on_ranks(1, simulated, run, joins=False)
     for found, profile in zip(measured, profiles, strict=True):
@@ -70,6 +73,28 @@ def compare(model_type: str, plan: str) -> float:
 @pytest.mark.parametrize(("model_type", "plan"), sorted(QUICK))
 def test_simulated_step_needs_what_a_real_one_needs(model_type: str, plan: str) -> None:
     assert abs(compare(model_type, plan)) <= NEAR
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}], ids=["tp", "pp"])
+def test_simulated_chunks_of_the_head_need_what_real_ones_need(mesh: dict[str, int]) -> None:
+    plan = {"mesh": mesh, "loss": {"chunk_tokens": 64}}
+    run = make_run("llama", plan, microbatches=2, values={**MODELS["llama"], "vocab_size": 16_384})
+    assert abs(compare_run(run)) <= NEAR
+
+
+def test_a_simulation_shows_what_chunks_of_the_head_save() -> None:
+    values = {**MODELS["llama"], "vocab_size": 131_072, "hidden_size": 32, "tie_word_embeddings": True}
+    off, on = (
+        memory_use(run_on_ranks(1, simulated, run, joins=False)[0][0])
+        for run in (
+            make_run("llama", {"mesh": {"dp_shard": 1}, "loss": {"chunk_tokens": size}}, values=values)
+            for size in (0, 32)
+        )
+    )
+    # All logits of 256 tokens, three times; those of 32 tokens, and the gradient of the head.
+    logits, gradient = 256 * 131_072 * 4, 131_072 * 32 * 4
+    assert off.at_peak[Role.LOSS] == pytest.approx(3 * logits, rel=0.05)
+    assert on.at_peak[Role.LOSS] == pytest.approx(3 * logits / 8 + gradient, rel=0.05)
 
 
 @pytest.mark.timeout(3000)

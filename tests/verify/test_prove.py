@@ -30,7 +30,7 @@ from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
-from meshtrain.verify.verify_run import make_case
+from meshtrain.verify.verify_run import make_case, make_cases
 from tests.parity import DYNAMIC, LLAMA, LONGROPE
 from tests.ranks import run_on_ranks
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -500,3 +500,18 @@ def casts_of_a_norm() -> tuple[torch.dtype, ...]:
 def test_float64_is_kept_while_casts_are_lifted() -> None:
     (found,) = run_on_ranks(1, casts_of_a_norm)
     assert found == (torch.float64, torch.float32, torch.float32)
+
+
+def test_chunks_are_proven_if_the_run_uses_them(tmp_path: Path) -> None:
+    """A tiny copy has so few logits that `auto` would compute all of them."""
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    for changes, size, proven in (
+        (["data.sequence_length=4096"], 512, 5),
+        (["data.sequence_length=512"], 0, 0),
+        (["data.sequence_length=512", "plan.loss.chunk_tokens=100"], 100, 5),
+        (["data.sequence_length=512", "plan.loss.chunk_tokens=3"], 3, 3),
+    ):
+        resolved = resolve_run(load_run(file, ["micro_batch_size=1", *changes]))
+        assert resolved.plan.loss.size == size
+        assert {case.plan.loss.size for case in make_cases(resolved)} == {proven}

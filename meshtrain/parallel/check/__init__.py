@@ -5,6 +5,7 @@ All contradictions are reported together.
 Modules:
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
+    head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
@@ -23,6 +24,7 @@ from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
+from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
@@ -79,11 +81,13 @@ def resolve_plan(
         # With a pipeline, each microbatch would gather the parameters again. Without sharding,
         # freeing them saves nothing.
         reshard = "never" if mesh.pp > 1 or not mesh.is_sharded else "always"
+    pipeline = plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None})
+    plan = plan.model_copy(update={"pipeline": pipeline})
     return plan.model_copy(
         update={
-            "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
             "context": resolve_context(plan, model, batch),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
+            "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
     )
 
@@ -160,6 +164,7 @@ CHECKS: tuple[Check, ...] = (
     check_stages,
     _check_recompute,
     _check_rotary,
+    check_head,
 )
 # These run the model on meta, which takes longest.
 RUNNING_CHECKS = (check_tensor, check_stages)

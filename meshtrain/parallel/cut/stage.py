@@ -89,14 +89,16 @@ class Stage:
 
         Args:
             received: tensors from the previous stage; none on the first stage.
-            inputs: of the model: `input_ids` (batch, seq), masks, positions.
+            inputs: of the model: `input_ids` (batch, seq), masks, positions; with a chunked head,
+                also `labels`.
 
         Returns:
-            The logits of the last stage, else the tensors for the next stage.
+            The logits of the last stage, or the () loss of the labels; else the tensors for the
+            next stage.
         """
         if self.num_stages > 1:
             return self.model(*received, **inputs)
-        return self.model(use_cache=False, **no_router_logits(self.model), **inputs).logits
+        return _result(self.model(use_cache=False, **no_router_logits(self.model), **inputs))
 
     def received_like(self, batch: int, length: int) -> list[Tensor]:
         """Return meta tensors of the shapes and formats that the stage receives for a microbatch.
@@ -361,22 +363,32 @@ def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
 
 def _replace_forward(stage: Stage) -> None:
     """Set a forward of the instance that calls the forward of its class around the stubs."""
-    hf_forward = type(stage.model).forward
     channel, structure = stage.channel, stage.structure
     assert structure is not None
     fixed = {"use_cache": False, **no_router_logits(stage.model)}
 
-    def forward(self: PreTrainedModel, *received: Tensor, input_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(
+        self: PreTrainedModel, *received: Tensor, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if stage.is_last and labels is not None:
+            kwargs["labels"] = labels
         # torch's schedules pass the tokens to the first stage by position too.
         arrived = () if stage.is_first else received
         channel.begin(structure.at(*input_ids.shape), arrived, input_ids.device)
         try:
-            output = hf_forward(self, input_ids=input_ids, **{**fixed, **kwargs})
+            # A chunked head may have changed that of the class.
+            output = type(self).forward(self, input_ids=input_ids, **{**fixed, **kwargs})
         except StageEndsError:
             return channel.sent()
         finally:
             channel.end()
         assert stage.is_last, "a stage ended without a result"
-        return output.logits
+        return _result(output)
 
     set_forward(stage.model, MethodType(forward, stage.model))
+
+
+def _result(output: Any) -> Tensor:
+    """Return the logits of a model, or the loss that its chunked head has computed instead."""
+    result: Tensor = output.loss if output.get("logits") is None else output.logits
+    return result
