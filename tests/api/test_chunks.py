@@ -196,6 +196,10 @@ def ask_for_the_impossible() -> None:
     assert refused(of_type("bart")).startswith(
         "the head of a BartForCausalLM cannot run in chunks: a tiny copy of it does not run (ValueError: Expected"
     )
+    assert refused(of_type("prophetnet", num_encoder_layers=2)) == (
+        "a ProphetNetForCausalLM computes its loss itself, not by the loss function of transformers; set "
+        "loss.chunk_tokens = 0"
+    )
     model = stock_model("gpt2-tied")
     model.loss_function = lambda logits, labels, **kwargs: logits.mean()
     assert refused(model) == (

@@ -96,7 +96,7 @@ class ChunkedHead:
         """Run the model with its own loss, and return its output without logits.
 
         Raises:
-            ModelError: if the result is to be a tuple.
+            ModelError: if the result is to be a tuple, or the class has computed another loss.
         """
         if given.get("return_dict") is False:
             raise ModelError(
@@ -105,6 +105,12 @@ class ChunkedHead:
             )
         with self._opened(), loss_replaced(self._model, self._stock_loss):
             output = self._forward(self._model, **given)
+            is_summed = self._part is not None
+        if not is_summed:
+            raise ModelError(
+                f"a {type(self._model).__name__} computes its loss itself, not by the loss function of transformers",
+                "set loss.chunk_tokens = 0",
+            )
         return _with_loss(output, output.loss)
 
     def _stock_loss(
