@@ -115,8 +115,8 @@ def test_mesh_has_a_cell_for_each_process(shown: Shown) -> None:
     svg = drawing(shown.page, "The mesh: pp 2 = 2 processes")
     cells = tips(svg)
     assert [cell.partition(".")[0] for cell in cells] == [
-        "rank 0: pp 0, dp_replicate 0, dp_shard 0, tp 0",
-        "rank 1: pp 1, dp_replicate 0, dp_shard 0, tp 0",
+        "rank 0: pp 0, dp_replicate 0, dp_shard 0, cp 0, tp 0",
+        "rank 1: pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 0",
     ]
     assert "stage 0: embedding, layers 0-2; 4.26 M parameters" in cells[0]
     assert "stage 1: layer 3, head; 2.79 M parameters" in cells[1]
