@@ -261,10 +261,10 @@ def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> t
     ]
     # Undone, because a run that was stopped before this evaluation resumes without it.
     pipeline.rotary_length.restore(grown)
-    totals = torch.stack(sums).sum(0)
-    # Every process of a cp group counted the same tokens too, and computed the loss of its part.
+    totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, TOKEN_AXES)
+    # Every process of a cp group counted the tokens of full sequences. After the sum, the division
+    # is exact.
     totals[1] /= axis_size(pipeline.mesh, CP)
-    totals = all_reduce_over(totals, pipeline.mesh, TOKEN_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, [PP])
     mean, num_tokens = torch.stack([loss / totals[1].clamp(min=1), totals[1]]).tolist()

@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshtrain.compat.nn import parameter_table
-from meshtrain.compat.transformers import attention_function, mask_function_of
+from meshtrain.compat.transformers import mask_function_of
 from meshtrain.config.plan import ContextMethod
-from meshtrain.parallel.context.collectives import gather_keys, to_heads, to_parts
+from meshtrain.parallel.context.collectives import to_heads, to_parts
 from meshtrain.parallel.context.columns import Columns
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """Maps the indices of batch, head, query and key to whether the query sees the key."""
 
+Attention = Callable[..., tuple[Tensor, Any]]
+"""The function of a model: (module, query, key, value, mask, **others) -> output, others."""
+
 
 def attend_by_heads(
-    base: str,
+    inner: Attention,
     group: ProcessGroup,
     module: nn.Module,
     query: Tensor,
@@ -34,14 +37,14 @@ def attend_by_heads(
     """Compute attention for this rank's share of the heads, on the full sequence.
 
     Args:
-        base: name of the attention of the model.
+        inner: the attention of the model.
         group: the ranks of cp, whose number divides the number of heads.
         module: of attention.
         query: (batch, heads, seq/cp, width)
         key: (batch, key heads, seq/cp, width)
         value: (batch, key heads, seq/cp, width)
         mask: of the full sequence.
-        kwargs: further arguments of the function.
+        kwargs: further arguments of the attention.
 
     Returns:
         (batch, seq/cp, heads, width), and what else the function returns.
@@ -53,29 +56,9 @@ def attend_by_heads(
     with _share_of_heads(module, heads, key.shape[1], group):
         if "s_aux" in kwargs:
             kwargs["s_aux"] = _share(kwargs["s_aux"], heads, group)
-        inner = attention_function(base, module)
         exchanged = (to_heads(tensor, group) for tensor in (query, key, value))
         output, *rest = inner(module, *exchanged, mask, **kwargs)
     return to_parts(output.transpose(1, 2), group).transpose(1, 2).contiguous(), *rest
-
-
-def attend_to_gathered(
-    base: str,
-    group: ProcessGroup,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
-    """Compute attention for this rank's part of the sequence, to all keys and values.
-
-    Arguments and result are those of `attend_by_heads`, but the mask is that of this rank's queries
-    and of all keys, one rank's after another.
-    """
-    inner = attention_function(base, module)
-    return inner(module, query, gather_keys(key, group), gather_keys(value, group), mask, **kwargs)
 
 
 def num_exchanged_keys(heads: int, keys: int, size: int) -> int:

@@ -4,10 +4,10 @@ Such blocks are convolutions, state spaces and linear attention. Where attention
 alone, and a token changes, only they change anything at other positions.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +18,10 @@ from meshtrain.compat.transformers import attention_registered
 from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.context import change_input, change_output
-from meshtrain.parallel.tensor.dataflow.copies import copies_must_run, inputs_of, tiny_model
+from meshtrain.parallel.tensor.dataflow.copies import BATCH, LENGTH, copies_must_run, inputs_of, tiny_model
 from meshtrain.parallel.tiny_copy import LayerKind, kinds_of_layers
 
-# The token that changes. Those behind it must not.
+# The token that changes. Nothing else must change.
 CHANGED = 1
 # Relative to the largest value. The results of a float32 cast inside a model differ by less.
 CLOSE = 1e-5
@@ -62,107 +62,100 @@ class _OwnPosition:
 
 def _find(model: PreTrainedModel) -> list[str]:
     tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
-    inputs = inputs_of(tiny)
+    seen: dict[_Block, _Seen] = {}
     with copies_must_run(tiny), torch.no_grad():
         tiny.set_attn_implementation(attention_registered(attention))
-        found = {it: block for it, block in _blocks(tiny).items() if _mixes(tiny, block, inputs)}
-        several = [child for (_, _, child), block in found.items() if _takes_several(tiny, block, inputs)]
-        mixes_elsewhere = _mixes_without(tiny, list(found.values()), inputs)
-    type_name = type(model).__name__
+        with ExitStack() as hooks:
+            for at, block in _blocks(tiny).items():
+                look = partial(_look, seen, at)
+                hooks.enter_context(block.register_forward_hook(look, with_kwargs=True))
+            tiny(**inputs_of(tiny), use_cache=False)
+        mixing = {at: block for at, block in _blocks(tiny).items() if at in seen and seen[at].mixes}
+        mixes_elsewhere = _mixes_without(tiny, list(mixing.values()))
+    name = type(model).__name__
     if not attention.modules:
         raise ModelError(
-            f"{type_name} does not compute attention through the interface of transformers, so the tokens of a part "
-            "would see that part only"
+            f"{name} does not compute attention through the interface of transformers, so the tokens of a part would "
+            "see that part only"
         )
     if mixes_elsewhere:
-        raise ModelError(f"{type_name} mixes positions outside attention and outside the blocks of its layers")
-    if both := [child for (_, _, child), block in found.items() if attention.modules & {*block.modules()}]:
-        raise ModelError(f"{both[0]} in the layers of {type_name} mixes positions by attention and in another way too")
-    if several:
-        raise ModelError(f"{several[0]} in the layers of {type_name} mixes positions and takes several hidden states")
-    kinds = {(kind, child) for (_, kind, child) in found}
-    return [f"{name}.{child}" for name, kind, child in _blocks(model) if (kind, child) in kinds]
+        raise ModelError(f"{name} mixes positions outside attention and outside the blocks of its layers")
+    for at, block in mixing.items():
+        if attention.modules & {*block.modules()}:
+            raise ModelError(f"{at.child} in the layers of {name} mixes positions by attention and in another way too")
+        if seen[at].num_states > 1:
+            raise ModelError(f"{at.child} in the layers of {name} mixes positions and takes several hidden states")
+    kinds = {at[1:] for at in mixing}
+    return [f"{at.layer}.{at.child}" for at in _blocks(model) if at[1:] in kinds]
 
 
-def _blocks(model: PreTrainedModel) -> dict[tuple[str, LayerKind, str], nn.Module]:
-    """Return the children of the layers of a model, by layer, its kind, and their own name."""
+class _Block(NamedTuple):
+    """A child of a layer: the name of the layer, its kind, and the own name of the child."""
+
+    layer: str
+    kind: LayerKind
+    child: str
+
+
+class _Seen(NamedTuple):
+    """What a call of a block shows: whether it mixes positions, and how many states it takes."""
+
+    mixes: bool
+    num_states: int
+
+
+def _blocks(model: PreTrainedModel) -> dict[_Block, nn.Module]:
     name, layers = find_layers(model)
     return {
-        (f"{name}.{index}", kind, child): block
+        _Block(f"{name}.{index}", kind, child): block
         for index, (kind, layer) in enumerate(zip(kinds_of_layers(model), layers, strict=True))
         for child, block in layer.named_children()
     }
 
 
-def _mixes(tiny: PreTrainedModel, block: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Return whether a change of one token in the input of a block changes its output elsewhere."""
-    outputs: list[Tensor] = []
-    with _called(block, outputs):
-        tiny(**inputs, use_cache=False)
-        with _changed_input(block):
-            tiny(**inputs, use_cache=False)
-    if not outputs:
-        # It returns no tensor, or is not called.
-        return False
-    one, other = outputs
-    return _differ_elsewhere(one, other, inputs["input_ids"])
+def _look(
+    seen: dict[_Block, _Seen],
+    at: _Block,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Call a block again with one token changed, and note whether the output changes elsewhere."""
+    given = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor) and it.is_floating_point()]
+    states = [it for it in given if it.dim() == 3 and it.shape[:2] == (BATCH, LENGTH)]
+    if not states or not isinstance(_first(output), Tensor):
+        return
+    changed_args, changed_kwargs = change_input(_change, block, args, kwargs)
+    # Not the module itself, whose hooks would call it again.
+    again = block.forward(*changed_args, **changed_kwargs)
+    seen[at] = _Seen(_differ_elsewhere(_first(output), _first(again)), len(states))
 
 
-def _takes_several(tiny: PreTrainedModel, block: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Return whether a block takes more than one tensor (batch, seq, hidden)."""
-    shape, numbers = inputs["input_ids"].shape, list[int]()
-
-    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor) and it.is_floating_point()]
-        numbers.append(sum(it.dim() == 3 and it.shape[:2] == shape for it in given))
-
-    with _hook(block.register_forward_pre_hook(count, with_kwargs=True)):
-        tiny(**inputs, use_cache=False)
-    return max(numbers) > 1
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
-def _mixes_without(tiny: PreTrainedModel, blocks: list[nn.Module], inputs: dict[str, Any]) -> bool:
+def _change(hidden: Tensor) -> Tensor:
+    changed = hidden.clone()
+    changed[:, CHANGED] = 1.0 - 0.5 * changed[:, CHANGED]
+    return changed
+
+
+def _mixes_without(tiny: PreTrainedModel, blocks: Iterable[nn.Module]) -> bool:
     """Return whether a changed token changes logits elsewhere, if some blocks return zeros."""
+    inputs = inputs_of(tiny)
     ids = inputs["input_ids"].clone()
-    vocabulary = tiny.config.get_text_config().vocab_size
-    ids[:, CHANGED] = (ids[:, CHANGED] + 1) % vocabulary
-    with ExitStack() as stack:
+    ids[:, CHANGED] = (ids[:, CHANGED] + 1) % tiny.config.get_text_config().vocab_size
+    with ExitStack() as hooks:
         for block in blocks:
-            stack.enter_context(_hook(block.register_forward_hook(partial(change_output, torch.zeros_like))))
-        one = tiny(**inputs, use_cache=False).logits
-        other = tiny(**{**inputs, "input_ids": ids}, use_cache=False).logits
-    return _differ_elsewhere(one, other, ids)
+            hooks.enter_context(block.register_forward_hook(partial(change_output, torch.zeros_like)))
+        one, other = (tiny(**inputs | {"input_ids": it}, use_cache=False).logits for it in (inputs["input_ids"], ids))
+    return _differ_elsewhere(one, other)
 
 
-def _differ_elsewhere(one: Tensor, other: Tensor, ids: Tensor) -> bool:
+def _differ_elsewhere(one: Tensor, other: Tensor) -> bool:
     # Some blocks return (batch * seq, hidden).
-    difference = (one - other).abs().reshape(*ids.shape, -1)
+    difference = (one - other).abs().reshape(BATCH, LENGTH, -1)
     difference[:, CHANGED] = 0.0
     return bool(difference.max() > CLOSE * one.abs().max())
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _called(block: nn.Module, outputs: list[Tensor]) -> Any:
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor):
-            outputs.append(first)
-
-    return _hook(block.register_forward_hook(note))
-
-
-def _changed_input(block: nn.Module) -> Any:
-    def change(hidden: Tensor) -> Tensor:
-        changed = hidden.clone()
-        changed.select(-2, CHANGED).mul_(-0.5).add_(1.0)
-        return changed
-
-    change_first: Callable[..., Any] = partial(change_input, change)
-    return _hook(block.register_forward_pre_hook(change_first, with_kwargs=True))

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
 from meshtrain.config.plan import ContextPlan
-from meshtrain.parallel.context.attention import Masks, attend_by_heads, attend_to_gathered
+from meshtrain.parallel.context.attention import Masks, attend_by_heads
 from meshtrain.parallel.context.blocks import compute_in_full
 from meshtrain.parallel.context.collectives import gather_keys
 from meshtrain.parallel.context.columns import Columns
@@ -33,7 +33,7 @@ class ContextParallel:
         self._group, self._base = group, base
         self._columns = Columns(plan.order, group.size())
         self._masks = Masks(base, plan.method, self._columns, group.rank())
-        self._attend = attend_by_heads if plan.method == "ulysses" else attend_to_gathered
+        self._by_heads = plan.method == "ulysses"
         self._full_blocks = frozenset(full_blocks)
         self._length: int | None = None
         self._name = attention_registered(self)
@@ -69,9 +69,14 @@ class ContextParallel:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """Compute attention; transformers calls it by name."""
-        if self._length is None:
-            return attention_function(self._base, module)(module, query, key, value, attention_mask, **kwargs)
-        return self._attend(self._base, self._group, module, query, key, value, attention_mask, **kwargs)
+        inner, group = attention_function(self._base, module), self._group
+        if self._length is not None and self._by_heads:
+            return attend_by_heads(inner, group, module, query, key, value, attention_mask, **kwargs)
+        if self._length is not None:
+            # The mask is that of this rank's queries and of all keys, one rank's after another.
+            key, value = gather_keys(key, group), gather_keys(value, group)
+        output: tuple[Tensor, Any] = inner(module, query, key, value, attention_mask, **kwargs)
+        return output
 
     def mask(self, **kwargs: Any) -> Any:
         """Make a mask; transformers calls it by name."""
