@@ -11,8 +11,8 @@ from transformers.utils import ModelOutput
 
 from meshtrain.api.own_loss import loss_shifts_labels
 from meshtrain.compat.transformers import has_loss_of_program
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import TOKEN_AXES
-from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.parallel.tensor.collectives import reduce_from_shards
 from meshtrain.runtime.mesh import all_reduce_over, axis_size

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from meshtrain.compat.transformers import build, forget_loss, loop_over_experts, set_attention_implementation
-from meshtrain.data.samples.rows import IGNORE_INDEX
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_like
 from meshtrain.models.probe_inputs import PROBE_LENGTH

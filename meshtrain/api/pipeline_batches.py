@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.api.batches import compare_batches, different_batch, mask_without_cache
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import DataError, Problem
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.parallel.check.batch import BatchShape

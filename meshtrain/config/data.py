@@ -9,6 +9,9 @@ from meshtrain.config.path_rules import PathText
 from meshtrain.config.settings import LARGEST, Count, Fraction, Positive, Settings
 from meshtrain.errors import ConfigError
 
+IGNORE_INDEX = -100
+"""The label of a position that is not trained on: the `ignore_index` of torch."""
+
 
 class TokenizerConfig(Settings):
     """The tokenizer: an existing one (`path`), or a byte-level BPE that is trained on the data

@@ -13,11 +13,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from meshtrain import console
-from meshtrain.config.data import DataConfig
+from meshtrain.config.data import IGNORE_INDEX, DataConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples, validation_samples
-from meshtrain.data.samples.rows import IGNORE_INDEX, Arrays
+from meshtrain.data.samples.rows import Arrays
 from meshtrain.data.tokens.token_file import TRAIN
 from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer

@@ -18,6 +18,8 @@ schedule: the process of each stage, and the messages of a forward pass without 
 shard: FSDP2 over the data-parallel axes.
 tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
+tiny_copy: configurations of tiny copies with every kind of layer.
+tiny_model: tiny copies that compute.
 tokens: a check of token ids.
 transposable: collectives with gradients.
 """

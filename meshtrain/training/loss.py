@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import TP
-from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP, axes_named
-from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import Problem, TrainingStopped, name_some
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline

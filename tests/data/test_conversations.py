@@ -8,11 +8,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.config.data import IGNORE_INDEX, DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples
-from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.data.tokens.token_file import TokenFile
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer

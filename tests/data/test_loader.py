@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.data.samples.loader import PREFETCHED_BATCHES, Batch, build_loader
 from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
 from meshtrain.data.samples.order import FILLER, SampleOrder, find_data_step
-from meshtrain.data.samples.rows import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
+from meshtrain.data.samples.rows import PackedSamples, PaddedSamples, Samples
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
 

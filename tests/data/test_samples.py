@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.data.samples.order import FILLER
-from meshtrain.data.samples.rows import IGNORE_INDEX, MixedSamples, PackedSamples, PaddedSamples
+from meshtrain.data.samples.rows import MixedSamples, PackedSamples, PaddedSamples
 from meshtrain.data.tokens.token_file import ArrayFile, TokenFile
 from tests.data.corpora import expected_tokens, random_texts, token_file
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.config.data import IGNORE_INDEX, DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import build_dataset
-from meshtrain.data.samples.rows import IGNORE_INDEX, Samples
+from meshtrain.data.samples.rows import Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.training.resolve import resolve_run
 from meshtrain.training.run import train_run

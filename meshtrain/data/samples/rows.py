@@ -9,11 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.data.samples.order import FILLER
 from meshtrain.data.tokens.token_file import TokenFile
-
-IGNORE_INDEX = -100
-"""The label of a position that is not trained on: the `ignore_index` of torch."""
 
 Arrays = dict[str, np.ndarray]
 

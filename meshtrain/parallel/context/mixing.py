@@ -18,8 +18,8 @@ from meshtrain.compat.transformers import attention_registered
 from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.context import change_input, change_output
-from meshtrain.parallel.tensor.dataflow.copies import BATCH, LENGTH, copies_must_run, inputs_of, tiny_model
 from meshtrain.parallel.tiny_copy import LayerKind, kinds_of_layers
+from meshtrain.parallel.tiny_model import BATCH, LENGTH, copies_must_run, inputs_of, tiny_model
 
 # The token that changes. Nothing else must change.
 CHANGED = 1

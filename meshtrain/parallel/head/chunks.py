@@ -14,13 +14,12 @@ from transformers.utils import ModelOutput
 from meshtrain.compat.autograd import leaves_of
 from meshtrain.compat.nn import mix_in, parameter_table
 from meshtrain.compat.transformers import loss_replaced
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.probe import no_router_logits
 from meshtrain.parallel.cut.stubs import Channel
 from meshtrain.parallel.head.gradients import sum_over_chunks
 
-# Transformers' default.
-IGNORED = -100
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
 
@@ -120,7 +119,7 @@ class ChunkedHead:
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
+        ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:

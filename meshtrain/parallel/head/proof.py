@@ -6,22 +6,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from meshtrain.compat.transformers import build, has_loss_of_program, loop_over_experts, set_attention_implementation
+from meshtrain.compat.transformers import has_loss_of_program
+from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class
-from meshtrain.models.rotary import probed
 from meshtrain.models.tiles import seeded_by
-from meshtrain.models.tiny import shrink
-from meshtrain.parallel.cut.probe import MISFITS, find_layers, no_router_logits
+from meshtrain.parallel.cut.probe import MISFITS, find_layers
 from meshtrain.parallel.cut.stubs import Channel
 from meshtrain.parallel.head.chunks import ChunkedHead
+from meshtrain.parallel.tiny_model import inputs_of, tiny_model
 
-LAYERS, ROWS, LENGTH, CHUNK = 4, 2, 7, 3
-MOST_PARAMETERS = 10_000_000
-NOISE = 0.1
-"""Standard deviation of what is added to the parameters of a copy: no bias is 0, no scale 1."""
+# A chunk ends inside of a row.
+CHUNK = 3
 CLOSE = 1e-4
 """Largest difference that is rounding, relative to the largest value: the copy is float32."""
 SMALLEST = 1e-3
@@ -47,23 +45,26 @@ def find_base(model: PreTrainedModel, *, stock_loss: bool = False) -> str:
     if key not in _known:
         if stock_loss and has_loss_of_program(model):
             raise _refused(kind, "the program has set model.loss_function")
-        _known[key] = _find_base(kind, model.config, stock_loss=stock_loss)
+        _known[key] = _find_base(model, stock_loss=stock_loss)
     return _known[key]
 
 
-def _find_base(kind: type[PreTrainedModel], config: PretrainedConfig, *, stock_loss: bool) -> str:
+def _find_base(model: PreTrainedModel, *, stock_loss: bool) -> str:
+    kind = stock_class(model)
+    loss = _stock_loss if stock_loss else _sum
     try:
-        copy = _tiny_copy(kind, config)
-        base = _base_called(copy)
-        if base is None:
-            raise _refused(kind, "no module around its layers leaves out the head")
-        loss = _stock_loss if stock_loss else _sum
-        whole = _results(copy, loss)
-        head = ChunkedHead(copy, base, CHUNK, Channel(), stock_loss=stock_loss)
-        head.loss_function = _cross_entropy
+        copy = tiny_model(model, 1, dtype=torch.float32).eval()
+        base, whole = _base_called(copy), _results(copy, loss)
+    except (ModelError, *MISFITS) as error:
+        raise _refused(kind, f"no tiny copy of it runs ({type(error).__name__}: {error})") from error
+    if base is None:
+        raise _refused(kind, "no module around its layers leaves out the head")
+    head = ChunkedHead(copy, base, CHUNK, Channel(), stock_loss=stock_loss)
+    head.loss_function = _cross_entropy
+    try:
         parts = _results(copy, loss)
     except MISFITS as error:
-        raise _refused(kind, f"a tiny copy of it does not run ({type(error).__name__}: {error})") from error
+        raise _refused(kind, "it computes its loss itself, or from more than the hidden states of a token") from error
     sizes = {name: float(wanted.abs().max()) for name, wanted in whole.items()}
     # Some gradients are only rounding, such as that of a bias of keys.
     smallest = SMALLEST * max(sizes.values())
@@ -75,21 +76,6 @@ def _find_base(kind: type[PreTrainedModel], config: PretrainedConfig, *, stock_l
 
 def _refused(kind: type, reason: str) -> ModelError:
     return ModelError(f"the head of a {kind.__name__} cannot run in chunks: {reason}", "set loss.chunk_tokens = 0")
-
-
-def _tiny_copy(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    tiny = shrink(config, min(LAYERS, config.get_text_config().num_hidden_layers))
-    loop_over_experts(tiny)
-    set_attention_implementation(tiny, "eager")
-    with torch.device("meta"):
-        if build(kind, tiny, torch.float32).num_parameters() > MOST_PARAMETERS:
-            # The configuration has other names for its sizes.
-            raise ValueError("its configuration cannot be shrunk")
-    with seeded_by("copy for chunks"), torch.no_grad():
-        copy = build(kind, tiny, torch.float32).eval()
-        for parameter in copy.parameters():
-            parameter += NOISE * torch.randn_like(parameter)
-    return copy
 
 
 def _base_called(copy: PreTrainedModel) -> str | None:
@@ -116,19 +102,16 @@ def _noting(name: str, called: list[str]) -> Callable[..., None]:
     return note
 
 
-def _tokens(copy: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    ids = torch.arange(3, 3 + ROWS * LENGTH, device=copy.device).view(ROWS, LENGTH)
-    ids = ids % copy.config.get_text_config().vocab_size
-    labels = ids.flip(1)
-    labels[0, 2] = labels[1, -1] = -100
-    return ids, labels
-
-
-def _run(copy: PreTrainedModel, **inputs: Tensor) -> Any:
-    ids, _ = _tokens(copy)
+def _run(copy: PreTrainedModel, **labels: Tensor) -> Any:
     # Some classes draw random numbers in their forward pass.
-    with probed(copy, LENGTH), seeded_by("forward"):
-        return copy(input_ids=ids, use_cache=False, **no_router_logits(copy), **inputs)
+    with seeded_by("forward"):
+        return copy(**inputs_of(copy), use_cache=False, **labels)
+
+
+def _labels(copy: PreTrainedModel) -> Tensor:
+    labels: Tensor = inputs_of(copy)["input_ids"].flip(1)
+    labels[0, 2] = labels[1, -1] = IGNORE_INDEX
+    return labels
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -152,8 +135,7 @@ def _is_chunked(copy: PreTrainedModel) -> bool:
 def _results(copy: PreTrainedModel, loss_of: Callable[[PreTrainedModel, Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the loss and the gradient of every parameter, zeros where there is none."""
     copy.zero_grad(set_to_none=True)
-    _, labels = _tokens(copy)
-    loss = loss_of(copy, labels)
+    loss = loss_of(copy, _labels(copy))
     loss.backward()
     gradients = {
         f"the gradient of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -31,7 +31,6 @@ from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.models.tiny import key_value_heads
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.dataflow.blocks import Cut, Part, find_cuts
-from meshtrain.parallel.tensor.dataflow.copies import copies_must_run, inputs_of, tiny_model
 from meshtrain.parallel.tensor.dataflow.places import Place, cuts_alike, places_of
 from meshtrain.parallel.tensor.dataflow.reach import Recording, reach_of, record, returned_directly
 from meshtrain.parallel.tensor.dataflow.shares import PARTS, Share, find_shares, part_names
@@ -39,6 +38,7 @@ from meshtrain.parallel.tensor.dataflow.trial import WAYS, Local, find_local, he
 from meshtrain.parallel.tensor.requirements import mla_rope_width
 from meshtrain.parallel.tensor.rules import rule_names
 from meshtrain.parallel.tiny_copy import LayerKind, kinds_of_layers
+from meshtrain.parallel.tiny_model import copies_must_run, inputs_of, tiny_model
 
 MANY_HEADS, MANY_KEYS = 12, 4
 

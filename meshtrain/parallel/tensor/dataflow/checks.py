@@ -10,12 +10,12 @@ from meshtrain.models.fused import Parts, unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.tiny import HEAD_SIZE
 from meshtrain.parallel.tensor.dataflow.blocks import find_cuts
-from meshtrain.parallel.tensor.dataflow.copies import copies_must_run, inputs_of, on_meta, tiny_model
 from meshtrain.parallel.tensor.dataflow.head_labels import HeadLabel, labels_of
 from meshtrain.parallel.tensor.dataflow.parts import WAYS, where_parts_differ
 from meshtrain.parallel.tensor.dataflow.reach import reach_of, record, returned_directly
 from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tiny_model import copies_must_run, inputs_of, on_meta, tiny_model
 
 MANY_HEADS = 12
 

@@ -1,4 +1,4 @@
-"""Build tiny copies of a model that compute in float64."""
+"""Tiny copies of a model, to find out by trying how its class computes."""
 
 import inspect
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ FEWEST_LAYERS = 4
 BATCH, LENGTH, PADDED, NOISE = 2, 8, 2, 0.05
 
 
-def tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel:
-    """Return a tiny copy of a model with random values, in float64 on the CPU.
+def tiny_model(model: PreTrainedModel, tp: int, *, dtype: torch.dtype = torch.float64, **heads: Any) -> PreTrainedModel:
+    """Return a tiny copy of a model with random values, on the CPU.
 
     Args:
+        dtype: in which it computes. Some classes do not in float64.
         heads: numbers of heads other than those of `tiny_config`.
     """
     kind = stock_class(model)
@@ -37,11 +38,11 @@ def tiny_model(model: PreTrainedModel, tp: int, **heads: Any) -> PreTrainedModel
     set_attention_implementation(config, implementation)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        built = build(kind, config, torch.float64)
+        built = build(kind, config, dtype)
         for parameter in built.parameters():
             # Some parameters start as zeros, which let nothing through.
-            noise = torch.randn(parameter.shape, dtype=torch.float64)
-            parameter.data = parameter.data.to(torch.float64) + NOISE * noise
+            noise = torch.randn(parameter.shape, dtype=dtype)
+            parameter.data = parameter.data.to(dtype) + NOISE * noise
     return built.train()
 
 
