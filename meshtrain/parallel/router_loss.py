@@ -165,7 +165,7 @@ class RouterLoss:
                 set_checkpoint(layer, partial(self._checkpoint, checkpoint_of(layer), losses))
 
     def _note_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._mask = kwargs.get("attention_mask")
+        self._mask = kwargs.get("attention_mask") if self._context is None else self._context.pads
 
     def _compute(self, losses: dict[nn.Module, Tensor], router: nn.Module, args: Any, output: Any) -> None:
         if router.training:

@@ -11,28 +11,36 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshtrain.parallel.tensor.context import change_input, change_output
+from meshtrain.parallel.tensor.context import Inputs, change_input, change_output
 
 
 def compute_in_full(
     block: nn.Module, join: Callable[[Tensor], Tensor], columns: Callable[[int], Tensor | None]
 ) -> None:
-    """Give a block full sequences, by hooks.
+    """Give a block full sequences and the mask of their padding, by hooks.
 
     Args:
-        block: changed in place.
+        block: changed in place. It gets the mask of a part by name.
         join: (batch, seq/cp, hidden) -> (batch, seq, hidden) of all ranks; the same tensor if
             sequences are not in parts.
         columns: length of a full sequence -> (seq/cp,) the columns of this rank; None if sequences
             are not in parts.
     """
 
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        args, kwargs = change_input(join, module, args, kwargs)
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            # As a number: not every backend gathers bool.
+            kwargs["attention_mask"] = join(mask.int().unsqueeze(-1)).squeeze(-1).to(mask.dtype)
+        return args, kwargs
+
     def leave(output: Tensor) -> Tensor:
         own = columns(output.shape[1])
         return output if own is None else _OwnColumns.apply(output, own)  # type: ignore[no-untyped-call]
 
     # Outside of the hooks of tensor parallelism, which may split a part further.
-    block.register_forward_pre_hook(partial(change_input, join), with_kwargs=True)
+    block.register_forward_pre_hook(enter, with_kwargs=True)
     block.register_forward_hook(partial(change_output, leave), prepend=True)
 
 

@@ -32,6 +32,11 @@ class Columns:
         pieces = torch.arange(length).chunk(self.unit)
         return torch.cat([pieces[rank], pieces[-1 - rank]]) if self.order == "head_tail" else pieces[rank]
 
-    def joined(self, length: int) -> Tensor:
-        """Return the (seq,) columns of all ranks, one rank after another."""
-        return torch.cat([self.of(rank, length) for rank in range(self.size)])
+    def joined(self, length: int, *, last: int = -1) -> Tensor:
+        """Return the (seq,) columns of all ranks, one rank after another.
+
+        Args:
+            length: of the sequence, in tokens.
+            last: the rank whose columns come last.
+        """
+        return torch.cat([self.of((last + 1 + rank) % self.size, length) for rank in range(self.size)])

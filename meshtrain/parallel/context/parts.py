@@ -25,6 +25,9 @@ class ContextParallel:
         plan: resolved.
         base: name of the attention of the model.
         full_blocks: names of the blocks that compute on full sequences.
+
+    Attributes:
+        pads: (batch, seq) 0 for padding, of the present forward pass; None without a mask.
     """
 
     def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str, full_blocks: Iterable[str]) -> None:
@@ -35,6 +38,7 @@ class ContextParallel:
         self._masks = Masks(base, plan.method, self._columns, group.rank())
         self._by_heads = plan.method == "ulysses"
         self._full_blocks = frozenset(full_blocks)
+        self.pads: Tensor | None = None
         self._length: int | None = None
         self._name = attention_registered(self)
 
@@ -107,13 +111,16 @@ class ContextParallel:
             return None
         ids: Tensor = kwargs["input_ids"]
         positions, pads = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        self.pads = pads
         self._masks.begin(positions, None if pads is None else pads.bool())
         shape = (ids.shape[0], self._length)
         if positions is None:
             positions = torch.arange(self._length, device=ids.device).expand(shape)
-        if pads is None:
-            # transformers takes the number of keys from a mask, and with one it does not look for
-            # documents in the positions, which are those of a part.
-            pads = torch.ones(shape, dtype=torch.bool, device=ids.device)
+        # transformers takes the number of keys from a mask, and with one it does not look for
+        # documents in the positions, which are those of a part.
+        mask = torch.ones(shape, dtype=torch.bool, device=ids.device)
+        if pads is not None:
+            # Blocks other than attention get its last columns, of as many tokens as the input has.
+            mask = pads[:, self._columns.joined(self._length, last=self._group.rank()).to(ids.device)]
         mine = self._mine(self._length, ids.device)
-        return args, {**kwargs, "position_ids": positions[..., mine], "attention_mask": pads}
+        return args, {**kwargs, "position_ids": positions[..., mine], "attention_mask": mask}
