@@ -5,6 +5,7 @@ particular axis uses the groups below, and so needs no change.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -56,6 +57,16 @@ FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in TOKEN_AXES)
 FSDP_AXIS = "_".join(FSDP_AXES)
 # Full copies of the model along these axes sum their gradients.
 REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in FSDP_AXES)
+
+
+def fsdp_axis_of(degrees: Mapping[str, int]) -> str:
+    """Return the name of the axis of FSDP2 in the mesh of a parameter: one axis, or all joined.
+
+    Args:
+        degrees: of FSDP_AXES, at least.
+    """
+    wide = [axis for axis in FSDP_AXES if degrees[axis] > 1]
+    return FSDP_AXIS if len(wide) > 1 else (wide or FSDP_AXES)[0]
 
 
 def axes_named(name: str) -> tuple[str, ...]:
@@ -120,9 +131,8 @@ class MeshPlan(Settings):
 
     @property
     def fsdp_axis(self) -> str:
-        """The name of the axis of FSDP2 in the mesh of a parameter: one axis, or several joined."""
-        wide = [axis for axis in FSDP_AXES if self.degrees[axis] > 1]
-        return FSDP_AXIS if len(wide) > 1 else (wide or FSDP_AXES)[0]
+        """The name of the axis of FSDP2 in the mesh of a parameter."""
+        return fsdp_axis_of(self.degrees)
 
     @property
     def is_sharded(self) -> bool:

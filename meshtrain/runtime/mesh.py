@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtrain.compat.distributed import concatenated, joined_axes
-from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, FSDP_AXIS, REPLICA_AXES, TOKEN_AXES, MeshPlan
+from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, TOKEN_AXES, MeshPlan, fsdp_axis_of
 
 
 def init_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
@@ -38,10 +38,10 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Parameters are sharded over the last axis. Over an axis before it, they are copied.
     """
     replicas = tuple(axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1)
-    wide = [axis for axis in FSDP_AXES if axis_size(mesh, axis) > 1]
-    if len(wide) < 2:
-        return mesh[(*replicas, *(wide or FSDP_AXES[:1]))]
-    joined = joined_axes(mesh, FSDP_AXES, FSDP_AXIS)
+    name = fsdp_axis_of({axis: axis_size(mesh, axis) for axis in FSDP_AXES})
+    if name in AXES:
+        return mesh[(*replicas, name)]
+    joined = joined_axes(mesh, FSDP_AXES, name)
     return concatenated(mesh[replicas], joined) if replicas else joined
 
 

@@ -11,7 +11,7 @@ from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.parallel.check.context import context_elements
+from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
@@ -86,13 +86,14 @@ def plan_table(resolved: ResolvedRun) -> Table:
 
 
 def _context(resolved: ResolvedRun) -> str:
-    """Return how attention sees full sequences, what it sends, and which blocks compute on them."""
+    """Return how attention sees full sequences, what it gets, and which blocks compute on them."""
     plan, model = resolved.plan, resolved.model
     described = f"{plan.context.method}, {plan.context.order} parts"
-    sent = {method: context_elements(plan, model, method) for method in get_args(ContextMethod)}
-    if None not in sent.values():
-        numbers = ", ".join(f"{method} {number:,}" for method, number in sent.items())
-        described += f"; numbers exchanged per token, layer, pass and head width: {numbers}"
+    methods: tuple[ContextMethod, ...] = get_args(ContextMethod)
+    sent = {method: context_bytes(plan, model, resolved.batch, method) for method in methods}
+    if all(sent.values()):
+        numbers = " or ".join(f"{_megabytes(number or 0)} MB by {method}" for method, number in sent.items())
+        described += f"; attention of a layer gets {numbers}"
     blocks = sorted({as_pattern(name) for name in mixing_blocks(model)})
     return described + (f"; on full sequences: {', '.join(blocks)}" if blocks else "")
 

@@ -3,10 +3,12 @@
 import inspect
 from math import lcm
 
+import torch
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ContextMethod, ContextOrder, ContextPlan, ParallelPlan
 from meshtrain.errors import ModelError, Problem
+from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check.batch import BatchShape, nearest_multiples
 from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
@@ -20,16 +22,8 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
     cp = plan.mesh.cp
     if cp == 1:
         return
-    name = type(model).__name__
-    try:
-        mixing_blocks(model)
-    except ModelError as error:
-        yield from (Problem(f"mesh.cp = {cp}: {problem.found}", "use cp = 1") for problem in error.problems)
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        yield Problem(
-            f"mesh.cp = {cp}, but {name} takes no position_ids, so it would count the positions of each part from 0",
-            "use cp = 1",
-        )
+    if reason := _refusal(model):
+        yield Problem(f"mesh.cp = {cp}: {reason}", "use cp = 1")
     heads = _heads_of_process(plan, model)
     if plan.context.method == "ulysses" and (heads is None or heads.queries % cp):
         found = "their number differs between layers or processes" if heads is None else f"there are {heads.queries}"
@@ -44,6 +38,18 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
             "leave it out",
         )
     yield from _check_lengths(plan, batch)
+
+
+def _refusal(model: PreTrainedModel) -> str | None:
+    """Return why a class cannot compute parts of sequences; None if it can."""
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        name = type(model).__name__
+        return f"{name} takes no position_ids, so it would count the positions of each part from 0"
+    try:
+        mixing_blocks(model)
+    except ModelError as error:
+        return error.problems[0].found
+    return None
 
 
 def resolve_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> ContextPlan:
@@ -63,23 +69,30 @@ def resolve_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     return ContextPlan(method=method, order=order)
 
 
-def context_elements(plan: ParallelPlan, model: PreTrainedModel, method: ContextMethod) -> int | None:
-    """Return how many numbers a rank of cp gets per token of its part, in a layer and a pass.
+def context_bytes(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, method: ContextMethod) -> int | None:
+    """Return how many bytes attention gets from other ranks of cp, in a layer and forward pass.
 
     Args:
         plan: resolved.
         model: whose heads are counted.
+        batch: whose microbatches are counted.
         method: for which to count.
 
     Returns:
-        The number for heads of width 1; None if it is not known.
+        The number for one microbatch; None if layers, processes, or keys and values differ.
     """
     heads, cp = _heads_of_process(plan, model), plan.mesh.cp
-    if heads is None:
+    widths = values_in_layers(model.config.get_text_config(), "head_dim")
+    if heads is None or len(widths) > 1 or hasattr(model.config.get_text_config(), "v_head_dim"):
         return None
-    if method == "all_gather":
-        return 2 * heads.keys * (cp - 1)
-    return 2 * (heads.queries + num_exchanged_keys(heads.queries, heads.keys, cp)) * (cp - 1) // cp
+    config = model.config.get_text_config()
+    width = widths[0] or config.hidden_size // config.num_attention_heads
+    sent = 2 * heads.keys * (cp - 1)
+    if method == "ulysses":
+        sent = 2 * (heads.queries + num_exchanged_keys(heads.queries, heads.keys, cp)) * (cp - 1) // cp
+    tokens = batch.micro_batch_size * batch.sequence_length // cp
+    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    return sent * width * tokens * dtype.itemsize
 
 
 def _heads_of_process(plan: ParallelPlan, model: PreTrainedModel) -> Heads | None:

@@ -1,6 +1,6 @@
 """Which processes of a pp rank hold the same, without a simulation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from meshtrain.config.mesh import FSDP_AXES, STAGE_AXES, TP, MeshPlan
@@ -29,23 +29,17 @@ def alike_processes(mesh: MeshPlan, shapes: Iterable[Shape], heads: Heads | None
     groups: dict[tuple[object, ...], list[int]] = {}
     by_tp = [[_part_of_tp(shape, rank, mesh.tp) for shape in shapes] for rank in range(mesh.tp)]
     for process in range(mesh.degree(*STAGE_AXES)):
-        rank, over_tp = _fsdp_rank(mesh, process), _coordinate(mesh, TP, process)
+        rank, over_tp = _coordinate(mesh, FSDP_AXES, process), _coordinate(mesh, (TP,), process)
         own, first, last = (_rows(by_tp[over_tp], it, mesh.fsdp_degree) for it in (rank, 0, mesh.fsdp_degree - 1))
         holds_less = own == last != first
         groups.setdefault((_share(heads, over_tp, mesh.tp), tuple(by_tp[over_tp]), holds_less), []).append(process)
     return [tuple(group) for group in groups.values()]
 
 
-def _fsdp_rank(mesh: MeshPlan, process: int) -> int:
-    rank = 0
-    for axis in FSDP_AXES:
-        rank = rank * mesh.degree(axis) + _coordinate(mesh, axis, process)
-    return rank
-
-
-def _coordinate(mesh: MeshPlan, axis: str, process: int) -> int:
-    behind = mesh.degree(*STAGE_AXES[STAGE_AXES.index(axis) + 1 :])
-    return process // behind % mesh.degree(axis)
+def _coordinate(mesh: MeshPlan, axes: Sequence[str], process: int) -> int:
+    """Return the coordinate of a process along neighboring axes."""
+    behind = mesh.degree(*STAGE_AXES[STAGE_AXES.index(axes[-1]) + 1 :])
+    return process // behind % mesh.degree(*axes)
 
 
 def _part_of_tp(shape: Shape, rank: int, tp: int) -> tuple[int, ...]:
