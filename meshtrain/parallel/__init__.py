@@ -113,7 +113,9 @@ def build_pipeline(
         ModelError: for a model that cannot be cut, or whose trained parameters have several number
             formats where FSDP2 is needed.
     """
+    # Tiny copies are tried while the model still has the modules of its class.
     context = _context(model, mesh, plan)
+    base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
@@ -124,7 +126,6 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
-    base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
     compute = getattr(torch, plan.precision.compute)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+import meshtrain
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ContextPlan, ParallelPlan
@@ -14,6 +17,7 @@ from meshtrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
 from meshtrain.parallel.context.mixing import mixing_blocks
@@ -161,6 +165,69 @@ def test_classes_that_mix_positions_elsewhere_are_refused(model_type: str, messa
 BATCH = BatchShape(8, 2, 32)
 
 
+class SumsTokens(nn.Embedding):
+    """The embedding of a token is the sum of those up to it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).cumsum(1)
+
+
+class MixesBeforeLayers(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.embed_tokens = SumsTokens(config.vocab_size, config.hidden_size)
+
+
+class AttentionAndSum(LlamaAttention):
+    """Attention to a token and the sum of those up to it."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
+        output, weights = super().forward(hidden_states, **kwargs)
+        return output + hidden_states.cumsum(1), weights
+
+
+class MixesBesideAttention(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = AttentionAndSum(config, index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (MixesBeforeLayers, "MixesBeforeLayers mixes positions outside attention and outside the blocks of its layers"),
+        (
+            MixesBesideAttention,
+            "self_attn in the layers of MixesBesideAttention mixes positions by attention and in another way too",
+        ),
+    ],
+)
+def test_mixing_that_no_block_has_for_itself_is_refused(kind: type[LlamaForCausalLM], message: str) -> None:
+    with torch.device("meta"):
+        model = kind(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64))
+    with pytest.raises(ModelError) as caught:
+        mixing_blocks(model)
+    assert caught.value.lines == (message,)
+
+
+def test_bytes_of_both_methods_are_counted() -> None:
+    plan = with_family(ParallelPlan(mesh=MeshPlan(dp_shard=1, cp=4)), "gpt2")
+    # 12 heads of 64 numbers in 4 bytes, and 16 tokens of a part.
+    bytes_of = {it: context_bytes(plan, meta_model("gpt2"), BATCH, it) for it in ("ulysses", "all_gather")}
+    assert bytes_of == {"ulysses": 4 * 12 * 3 // 4 * 64 * 4 * 16, "all_gather": 2 * 12 * 3 * 64 * 4 * 16}
+    assert context_bytes(plan, meta_model("deepseek_v3"), BATCH, "ulysses") is None
+
+
+def test_a_program_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        meshtrain.parallelize(meta_model("gpt2"), {"mesh": {"cp": 2}})
+    assert caught.value.lines == (
+        "mesh.cp = 2: a program passes full sequences and gets full logits, and context parallelism has parts of both; "
+        "train it by `meshtrain train` or meshtrain.train, or use cp = 1",
+    )
+
+
 def problems_of(model_type: str, mesh: dict[str, int], batch: BatchShape = BATCH, **tables: Any) -> tuple[str, ...]:
     plan = with_family(ParallelPlan(mesh=MeshPlan(**{"dp_shard": 1, **mesh}), **tables), model_type)
     with pytest.raises(PlanError) as caught:
@@ -169,12 +236,18 @@ def problems_of(model_type: str, mesh: dict[str, int], batch: BatchShape = BATCH
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
-    assert problems_of("mamba2", {"cp": 2}) == (
-        "mesh.cp = 2: Mamba2ForCausalLM does not compute attention through the interface of transformers, so the "
+    assert problems_of("falcon", {"cp": 2}) == (
+        "mesh.cp = 2: FalconForCausalLM does not compute attention through the interface of transformers, so the "
         "tokens of a part would see that part only; use cp = 1",
-        "mesh.cp = 2, but Mamba2ForCausalLM takes no position_ids, so it would count the positions of each part from "
-        "0; use cp = 1",
     )
+    assert problems_of("mamba2", {"cp": 2}) == (
+        "mesh.cp = 2: Mamba2ForCausalLM takes no position_ids, so it would count the positions of each part from 0; "
+        "use cp = 1",
+    )
+    assert (
+        "context.method = 'ulysses' divides the attention heads of a process over cp = 2, but their number differs "
+        "between layers or processes; set it to 'all_gather'"
+    ) in problems_of("gpt2", {"cp": 2, "tp": 5}, context={"method": "ulysses"})
     assert problems_of("gpt2", {"cp": 8}, context={"method": "ulysses"}) == (
         "context.method = 'ulysses' divides the attention heads of a process over cp = 8, but there are 12; set it to "
         "'all_gather'",

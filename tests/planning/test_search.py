@@ -83,6 +83,7 @@ def test_fastest_plans_are_shown_and_the_first_is_written(run_file: str, capsys:
             ["plan.mesh.pp=4", "plan.pipeline.schedule='GPipe'", "micro_batch_size=32"],
             "no plan for 4 processes has the settings micro_batch_size, plan.mesh.pp, plan.pipeline.schedule",
         ),
+        (["plan.mesh.cp=2"], "a search takes cp = 1, found mesh.cp = 2; leave it out, or compare plans with cp by"),
         (["--out", "nowhere/plan.toml"], "--out: nowhere is not a directory"),
     ],
 )
