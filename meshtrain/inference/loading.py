@@ -115,7 +115,9 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
     tensor = plan.tensor.model_copy(update={"loss_parallel": False})
     plan = with_family(plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type)
     num_stages = plan.mesh.pp * plan.pipeline.stages_per_rank
-    plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
+    # Any length that all axes divide: generation itself divides no sequence.
+    length = 2 * plan.mesh.cp * plan.mesh.tp
+    plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, length), world_size)
     mesh = init_mesh(plan.mesh, device.type)
     pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
     if (generation := stored_generation_config(source.directory)) is not None:

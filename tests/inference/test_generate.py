@@ -129,6 +129,7 @@ SEVERAL = [
     (2, ["mesh.pp=2"]),
     (4, ["mesh.pp=2", "mesh.tp=2"]),
     (2, ["mesh.dp_shard=2"]),
+    (2, ["mesh.cp=2", "mesh.dp_shard=1"]),
 ]
 
 
