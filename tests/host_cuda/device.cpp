@@ -14,6 +14,7 @@
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -352,6 +353,28 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("resize_storage(Tensor tensor, int num_bytes) -> ()", &resize_storage);
 }
 
+// Without them, the profiler would throw and catch an error at every operator.
+struct HostProfiler final : torch::profiler::impl::ProfilerStubs {
+  using Event = torch::profiler::impl::ProfilerVoidEventStub;
+  void record(DeviceIndex* device, Event* event, int64_t* cpu_ns) const override {
+    if (device) *device = current_device;
+    *event = std::make_shared<Clock::time_point>(Clock::now());
+    if (cpu_ns) *cpu_ns = Clock::now().time_since_epoch().count();
+  }
+  float elapsed(const Event* first, const Event* second) const override {
+    auto span = *static_cast<Clock::time_point*>(second->get()) - *static_cast<Clock::time_point*>(first->get());
+    return std::chrono::duration<float, std::micro>(span).count();
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> action) const override {
+    for (int device = 0; device < count_devices(); ++device) action(device);
+  }
+  void synchronize() const override {}
+} host_profiler;
+
 struct Quiet final : WarningHandler {
   void process(const Warning&) override {}
 };
@@ -367,6 +390,7 @@ bool redirect_collectives() {
         "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_", "scatter_",
         "alltoall_", "alltoall_base_", "barrier"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  torch::profiler::impl::registerCUDAMethods(&host_profiler);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_math);
   return true;
 }
