@@ -86,7 +86,10 @@ def _machine(device: str) -> dict[str, Any]:
     import torch
 
     names = ("torch", "transformers")
-    machine = {name: version(name) for name in names} | {"python": platform.python_version(), "device": platform.machine()}
+    machine = {name: version(name) for name in names} | {
+        "python": platform.python_version(),
+        "device": platform.machine(),
+    }
     if device == "cuda":
         number = torch.cuda.device_count()
         machine |= {"device": f"{number} x {torch.cuda.get_device_name()}", "cuda": str(torch.version.cuda)}

@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.benchmarks.bare import build_optimizer
 
 
-def build_step(model: dict[str, Any], plan: dict[str, Any], rows: int, device: torch.device) -> Callable[[Tensor], float]:
+def build_step(
+    model: dict[str, Any], plan: dict[str, Any], rows: int, device: torch.device
+) -> Callable[[Tensor], float]:
     """Return a function that trains one step on tokens (batch, seq + 1), and returns the loss.
 
     It accumulates microbatches of `rows` sequences, and clips the norm of the gradients. With

@@ -5,7 +5,7 @@ from typing import Any
 _LLAMA = {"type": "llama"}
 _DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _TINY_LLAMA = {
-    "vocab_size": 256,
+    "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -16,7 +16,7 @@ _TINY_LLAMA = {
 TINY: dict[str, Any] = {**_LLAMA, "config": _TINY_LLAMA}
 TINY_GPT2: dict[str, Any] = {
     "type": "gpt2",
-    "config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, **_DRY},
+    "config": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, **_DRY},
 }
 GPT2_124M: dict[str, Any] = {"type": "gpt2", "config": {"vocab_size": 50304, **_DRY}}
 LLAMA_1B: dict[str, Any] = {

@@ -58,5 +58,7 @@ def check_close(what: str, found: Sequence[float], wanted: Sequence[float], tole
     differences = [abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True)]
     if not all(difference <= tolerance for difference in differences):
         shown = " ".join(f"{value:.6g}" for value in found), " ".join(f"{value:.6g}" for value in wanted)
-        raise Failed(f"{what} {shown[0]}, expected {shown[1]} within {tolerance:g}", {f"{what}_difference": max(differences)})
+        raise Failed(
+            f"{what} {shown[0]}, expected {shown[1]} within {tolerance:g}", {f"{what}_difference": max(differences)}
+        )
     return max(differences)

@@ -53,7 +53,10 @@ def parity(setting: Setting, *, model: dict[str, Any], compute: str) -> Numbers:
 def check_steps(found: Trained, reference: Trained, tolerance: float) -> Numbers:
     """Compare losses and norms of gradients, as relative differences."""
     loss = check_close("loss", found.losses, reference.losses, tolerance)
-    return {"loss_difference": loss, "norm_difference": check_close("norm", found.norms, reference.norms, 5 * tolerance)}
+    return {
+        "loss_difference": loss,
+        "norm_difference": check_close("norm", found.norms, reference.norms, 5 * tolerance),
+    }
 
 
 def offload(setting: Setting) -> Numbers:
@@ -66,7 +69,7 @@ def offload(setting: Setting) -> Numbers:
         run = resolved(model, {"shard": {"offload": "cpu", "reshard_after_forward": "always"}}, ROWS, LENGTH)
         offloaded = train(run, device)
     if device.type == "cuda" and offloaded.peak_bytes >= plain.peak_bytes:
-        raise Failed(f"offloading needs {offloaded.peak_bytes:,} bytes, more than {plain.peak_bytes:,} without", numbers)
+        raise Failed(f"offloading needs {offloaded.peak_bytes:,} bytes, {plain.peak_bytes:,} without", numbers)
     return {
         **numbers,
         "offloaded_peak_gib": offloaded.peak_bytes / 2**30,
@@ -137,8 +140,8 @@ def own_attention(setting: Setting, *, name: str) -> Numbers:
     """Train a model of the user with an attention that run files do not have."""
     if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise Skipped("flash_attn is not installed")
-    if name == "flex_attention" and setting.on_host:
-        raise Skipped("flex_attention compiles kernels of a real GPU")
+    if name == "flex_attention" and (setting.on_host or setting.device == "cpu"):
+        raise Skipped("flex_attention has no backward pass on a CPU")
     losses: dict[str, list[float]] = {}
     with computing_on(setting.torch_device) as device:
         for attention in ("sdpa", name):
@@ -148,7 +151,7 @@ def own_attention(setting: Setting, *, name: str) -> Numbers:
             model = meshtrain.parallelize(stock, MIXED)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             meshtrain.rebind(optimizer)
-            ids = torch.arange(ROWS * 128, device=device).view(ROWS, 128) % 256
+            ids = torch.arange(ROWS * 128, device=device).view(ROWS, 128)
             losses[attention] = []
             for _ in range(3):
                 loss = model(input_ids=ids, labels=ids).loss

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from meshtrain.config.run import RunConfig
 from meshtrain.planning.calibration.overhead import build_real
@@ -74,9 +74,14 @@ def computing_on(device: torch.device) -> Iterator[torch.device]:
 
     The process must see a GPU if, and only if, it computes there.
     """
-    with process_group() as found:
-        assert found.type == device.type, f"asked for {device}, found {found}"
-        yield found
+    try:
+        with process_group() as found:
+            assert found.type == device.type, f"asked for {device}, found {found}"
+            yield found
+    finally:
+        # After an error, for the next case.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def train(run: ResolvedRun, device: torch.device, number: int = 3) -> Trained:
@@ -120,10 +125,3 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-
-
-def parameters_on_host(trained: Trained) -> dict[str, Tensor]:
-    """Return the parameters after the steps, as float64 on the CPU."""
-    named = trained.context.pipeline.named_parameters()
-    full = {name: getattr(parameter, "full_tensor", lambda it=parameter: it)() for name, parameter in named}
-    return {name: value.detach().double().cpu() for name, value in full.items()}

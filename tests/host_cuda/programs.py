@@ -115,14 +115,16 @@ def marks(folder: Path) -> dict[str, Any]:
 
 
 def calibrated(folder: Path) -> dict[str, Any]:
-    """Measure the device at a few small sizes, without the kernels of attention that a CPU lacks."""
+    """Measure the device at a few sizes, without the kernels of attention that a CPU lacks."""
     command._WIDTHS["cuda"], command._LENGTHS["cuda"] = (32, 64), (16, 32)
     messages.SECONDS, operators.SECONDS, operators.ROUNDS, overhead.STEPS = 0.001, 0.001, 1, 2
     messages.SIZES, operators.COLD_BYTES = (2**10, 2**12, 2**14), 2**12
     record = command.record_calls
-    command.record_calls = lambda runs: [  # type: ignore[assignment]
-        call for call in record(runs[:2]) if "attention" not in call.operator
-    ]
+    command.record_calls = (
+        lambda runs: [  # type: ignore[assignment]
+            call for call in record(runs[:2]) if "attention" not in call.operator
+        ]
+    )
     command.calibrate(folder / "machine.toml", None)
     return {"text": (folder / "machine.toml").read_text()}
 
@@ -170,8 +172,9 @@ def memory(folder: Path) -> dict[str, Any]:
     return {**found, "after": torch.cuda.memory_allocated() - before}
 
 
-PROGRAMS = {
-    function.__name__: function for function in (own_loop, loaded_by_blocks, own_group, marks, calibrated, mixed, memory)
+PROGRAMS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (own_loop, loaded_by_blocks, own_group, marks, calibrated, mixed, memory)
 }
 
 if __name__ == "__main__":

@@ -152,20 +152,30 @@ def test_eight_devices_learn_as_one_process(folders: Folder) -> None:
     assert losses(trained(folders("eight"), 8, *overrides)) == pytest.approx(plain, rel=1e-5)
 
 
+@cache
+def refused(folder: Path) -> subprocess.CompletedProcess[str]:
+    return start(folder, "meshtrain", "train", "run.toml", "run_directory=more", "--processes", "2")
+
+
 def test_more_processes_than_devices_are_refused(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
-    done = start(folders("pp"), "meshtrain", "train", "run.toml", "run_directory=more", "--processes", "2")
+    done = refused(folders("pp"))
     assert done.returncode == 2
     assert "2 processes are started on this machine, which has 1 GPUs; start at most as many" in done.stderr
 
 
+@cache
+def generated(folder: Path) -> str:
+    exported = start(folder, "meshtrain", "export", "out", "exported")
+    assert exported.returncode == 0, exported.stderr
+    done = start(folder, "meshtrain", "generate", "exported", "--prompt", "the quick", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_export_generates_text_on_the_device(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
-    exported = start(folders("pp"), "meshtrain", "export", "out", "exported")
-    assert exported.returncode == 0, exported.stderr
-    done = start(folders("pp"), "meshtrain", "generate", "exported", "--prompt", "the quick", "--max-new-tokens", "4")
-    assert done.returncode == 0, done.stderr
-    assert "the quick" in done.stdout
+    assert "the quick" in generated(folders("pp"))
 
 
 def test_own_loop_trains_loads_and_generates_on_the_device(folders: Folder) -> None:
@@ -217,18 +227,11 @@ def test_device_counts_memory(folders: Folder) -> None:
     assert found == {"now": 4000, "peak": 16000, "after": 0, "pinned": [True, False]}
 
 
-def test_tests_that_need_a_gpu_pass_on_the_device(folders: Folder) -> None:
-    test = str(Path(__file__).parents[1] / "data" / "test_loader.py::test_batches_are_pinned")
-    done = start(Path(__file__).parents[2], "pytest", test, "--timeout", "120")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "1 passed" in done.stdout
-
-
 def test_every_place_that_names_cuda_was_executed(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
     trained(folders("offload"), 2, "plan.mesh.dp_shard=2", "plan.shard.offload=cpu")
-    test_more_processes_than_devices_are_refused(folders)
-    test_export_generates_text_on_the_device(folders)
+    refused(folders("pp"))
+    generated(folders("pp"))
     for name, folder in (("own_loop", "own_loop"), ("loaded_by_blocks", "blocks"), ("calibrated", "calibrated")):
         program(name, folders(folder))
     program("own_group", folders("own_group"))
