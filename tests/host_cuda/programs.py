@@ -17,10 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshtrain
 from meshtrain.api.handle import find_handle
 from meshtrain.compat.distributed import flight_records
+from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.weights.block_reader import BlockReader
 from meshtrain.parallel.randomness import get_random_states, set_random_states
 from meshtrain.planning.calibration import command, messages, operators, overhead
+from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.step import mark
 
 TINY = {
@@ -115,7 +117,7 @@ def marks(folder: Path) -> dict[str, Any]:
 
 
 def calibrated(folder: Path) -> dict[str, Any]:
-    """Measure the device at a few sizes, without the kernels of attention that a CPU lacks."""
+    """Measure two devices at a few sizes, without the kernels of attention that a CPU lacks."""
     command._WIDTHS["cuda"], command._LENGTHS["cuda"] = (32, 64), (16, 32)
     messages.SECONDS, operators.SECONDS, operators.ROUNDS, overhead.STEPS = 0.001, 0.001, 1, 2
     messages.SIZES, operators.COLD_BYTES = (2**10, 2**12, 2**14), 2**12
@@ -125,7 +127,18 @@ def calibrated(folder: Path) -> dict[str, Any]:
             call for call in record(runs[:2]) if "attention" not in call.operator
         ]
     )
-    command.calibrate(folder / "machine.toml", None)
+    config = RunConfig.model_validate(
+        {
+            "run_directory": str(folder / "calibration"),
+            "steps": 1,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "model": {"type": "llama", "config": TINY},
+            "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 300}},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+    command.calibrate(folder / "machine.toml", config)
     return {"text": (folder / "machine.toml").read_text()}
 
 
@@ -178,4 +191,6 @@ PROGRAMS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(PROGRAMS[sys.argv[1]](Path(sys.argv[2]))))
+    found = PROGRAMS[sys.argv[1]](Path(sys.argv[2]))
+    if rank_from_environment() == 0:
+        print("\n" + json.dumps(found))
