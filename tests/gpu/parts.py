@@ -21,7 +21,7 @@ from tests.gpu.commands import profiled, quickstart, trained_124m, two_processes
 from tests.gpu.loops import build_step
 from tests.gpu.models import MIXED, SHAPES, SMALL_SHAPES, TINY, TINY_GPT2
 from tests.gpu.outcome import Failed, Numbers, Setting, Skipped, check_close
-from tests.gpu.steps import Trained, computing_on, memory_of, resolved, seconds_of_step, train
+from tests.gpu.steps import Trained, computing_on, memory_of, resolved, seconds_of_step, train, weights_drawn_on_device
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 2, 64
@@ -171,7 +171,7 @@ def memory(setting: Setting, *, shape: str) -> Numbers:
     if setting.device == "cpu":
         raise Skipped("torch counts no memory on a CPU", numbers)
     _check_fits(predicted, numbers)
-    with computing_on(setting.torch_device) as device:
+    with computing_on(setting.torch_device) as device, weights_drawn_on_device():
         found = train(run, device)
     numbers |= {
         "measured_gib": found.peak_bytes / 2**30,
@@ -200,7 +200,7 @@ def throughput(setting: Setting, *, shape: str) -> Numbers:
     run, number = resolved(model, plan, rows, length), 2 if setting.small else 8
     if setting.device == "cuda":
         _check_fits(find_needs(run, _machine(setting)).peak_bytes, {})
-    with computing_on(setting.torch_device) as device:
+    with computing_on(setting.torch_device) as device, weights_drawn_on_device():
         found = train(run, device, number)
         memory_gib = found.peak_bytes / 2**30
         ours = found.tokens / statistics.median(found.seconds[1:])

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,8 @@ COMPILER = os.environ.get("CXX", "g++")
 
 def why_not() -> str | None:
     """Return why there can be no CUDA device on the host; None if there can be one."""
+    if sys.platform != "linux":
+        return "its library is built for Linux"
     if "+cpu" not in version("torch") and importlib.util.find_spec("nvidia") is not None:
         return "torch has CUDA of its own; install the CPU build of torch to run this without a GPU"
     if shutil.which(COMPILER) is None:

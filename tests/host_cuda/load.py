@@ -35,7 +35,8 @@ def load() -> None:
     cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._has_cuda = True  # type: ignore[misc]
     cuda._device_count_nvml = lambda: -1
-    cuda._exchange_device = cuda._maybe_exchange_device = _exchange_device
+    # Two functions, because torch.compile knows each of them.
+    cuda._exchange_device, cuda._maybe_exchange_device = _exchange_device, lambda index: _exchange_device(index)
 
 
 def _functions(torch: Any) -> dict[str, Any]:
