@@ -12,6 +12,10 @@ step() {
   "$@"
 }
 
+reason="$(python -c 'from tests.host_cuda.build import why_not; print(why_not() or "")')"
+if [[ -n $reason ]]; then
+  echo "== Tests of CUDA code are skipped: $reason"
+fi
 step ruff check
 step ruff format --check
 step mypy

@@ -12,6 +12,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.profiling.known_machine import known_machine
 from meshtrain.profiling.prediction_file import NoPrediction
 from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.runtime.process import check_devices
 from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.run import Ending, train_run
@@ -53,6 +54,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         )
     own = check_hooks(hooks)
     console.configure(rank=rank_from_environment())
+    # Before the name of this process's GPU is asked for, which decides what is predicted.
+    check_devices()
     predicting = _prediction_hooks(config)
 
     def before_joining(resolved: ResolvedRun) -> None:

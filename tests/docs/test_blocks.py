@@ -139,6 +139,9 @@ def check_python(arguments: list[str]) -> None:
     dash_m, module, *flags = arguments
     assert dash_m == "-m"
     spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is None:
+        # A folder runs its __main__.py.
+        spec = importlib.util.find_spec(f"{module}.__main__")
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text()

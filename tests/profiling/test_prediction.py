@@ -307,6 +307,7 @@ def test_gpu_of_a_run_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.M
     config = one_process(tmp_path / "out")
     assert known_machine(config) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert known_machine(config) == "h100-80gb"
     assert known_machine(config.model_copy(update={"machine": "none"})) is None
