@@ -227,6 +227,15 @@ def is_on_meta(tensor: Tensor) -> bool:
     return device.type == "meta"
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values that can be read: it is neither fake nor on meta.
+
+    Why: the class of fake tensors is private.
+    Holds: torch 2.11 to 2.13.
+    """
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage as long as it exists.
 

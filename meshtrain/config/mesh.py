@@ -5,7 +5,7 @@ particular axis uses the groups below, and so needs no change.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError, PlanError
 
 LARGEST_DEGREE = 10**6
 Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
-PP, DP_REPLICATE, DP_SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+PP, DP_REPLICATE, DP_SHARD, EP, CP, TP = "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class Role:
     Attributes:
         splits: what ranks along the axis divide among themselves.
         shards_parameters: whether a rank holds only a part of a parameter of its stage.
+        divides_experts: whether experts lie whole on different ranks.
     """
 
     splits: Literal["layers", "samples", "tokens", "width"]
     shards_parameters: bool = False
+    divides_experts: bool = False
 
 
 # From the outermost to the innermost: neighbors on the last axis have consecutive ranks.
@@ -37,6 +39,7 @@ ROLES = {
     PP: Role("layers"),
     DP_REPLICATE: Role("samples"),
     DP_SHARD: Role("samples", shards_parameters=True),
+    EP: Role("samples", shards_parameters=True, divides_experts=True),
     CP: Role("tokens", shards_parameters=True),
     TP: Role("width", shards_parameters=True),
 }
@@ -53,25 +56,28 @@ PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
 TOKEN_AXES = tuple(axis for axis in AXES if ROLES[axis].splits in ("samples", "tokens"))
 # FSDP2 shards parameters over these axes as one, and sums gradients over them.
 FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in TOKEN_AXES)
-# The name of that one axis, if several of them are wide.
-FSDP_AXIS = "_".join(FSDP_AXES)
+# FSDP2 shards stacked experts over these axes, because each expert lies on one rank of the others.
+EXPERT_FSDP_AXES = tuple(axis for axis in FSDP_AXES if not ROLES[axis].divides_experts)
+# Name -> axes that are joined to one, if several of them are wide.
+_JOINED = {"_".join(axes): axes for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
 # Full copies of the model along these axes sum their gradients.
 REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in FSDP_AXES)
 
 
-def fsdp_axis_of(degrees: Mapping[str, int]) -> str:
+def fsdp_axis_of(degrees: Mapping[str, int], axes: Sequence[str] = FSDP_AXES) -> str:
     """Return the name of the axis of FSDP2 in the mesh of a parameter: one axis, or all joined.
 
     Args:
-        degrees: of FSDP_AXES, at least.
+        degrees: of `axes`, at least.
+        axes: FSDP_AXES, or EXPERT_FSDP_AXES for stacked experts.
     """
-    wide = [axis for axis in FSDP_AXES if degrees[axis] > 1]
-    return FSDP_AXIS if len(wide) > 1 else (wide or FSDP_AXES)[0]
+    wide = [axis for axis in axes if degrees[axis] > 1]
+    return "_".join(axes) if len(wide) > 1 else (wide or axes)[0]
 
 
 def axes_named(name: str) -> tuple[str, ...]:
     """Return the axes that one axis of the mesh of a parameter consists of."""
-    return FSDP_AXES if name == FSDP_AXIS else (name,)
+    return _JOINED.get(name, (name,))
 
 
 class MeshPlan(Settings):
@@ -85,6 +91,10 @@ class MeshPlan(Settings):
     dp_shard: Annotated[int, Field(le=LARGEST_DEGREE)] = -1
     """Processes that share one copy of the model and see different samples (FSDP2). -1 takes
     all processes that the other axes leave."""
+    ep: Degree = 1
+    """Processes that hold different experts of a mixture of experts, whole, and see different
+    samples (expert parallel). Each token travels to its experts and back. All other parameters are
+    sharded over dp_shard and ep together (FSDP2)."""
     cp: Degree = 1
     """Processes that share every sequence (context parallel): each has a part of its tokens, and
     attention alone sees all of them."""

@@ -16,6 +16,7 @@ from meshtrain.models.rotary import rope_tables
 from meshtrain.models.whole.causal_class import WHOLE_KEY, is_half
 
 HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
+EXPERTS = 4
 SHORT = 8
 """Longer sequences have other rotary frequencies, in a model where these depend on the length."""
 # Norms of small values amplify rounding in training: 100 times per step in Gemma 4, whose attention
@@ -47,7 +48,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(
         ("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16
     ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     "zero_expert_num": 2,
     **dict.fromkeys(
@@ -84,11 +85,11 @@ STATE_HEADS = (("mamba_expand", "mamba_n_heads"), ("expand", "num_heads"), ("exp
 UNSET = {
     "head_dim": HEAD_SIZE,
     "num_key_value_heads": 2,
-    "num_experts": 4,
+    "num_experts": EXPERTS,
     "num_experts_per_tok": 2,
     "top_k_experts": 2,
     "n_shared_experts": 1,
-    "n_routed_experts": 4,
+    "n_routed_experts": EXPERTS,
     "moe_intermediate_size": 16,
     "indexer_n_heads": HEADS,
     "indexer_kv_heads": 1,

@@ -5,6 +5,7 @@ check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
 cut: pipeline stages of an unmodified model.
 head: head and loss in chunks of tokens.
+experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 pipeline: the parallel model as the training step uses it.
@@ -37,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from meshtrain.compat.transformers import attention_implementation
-from meshtrain.config.mesh import CP, PP, TOKEN_AXES, TP
+from meshtrain.config.mesh import CP, EP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
@@ -55,6 +56,7 @@ from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
+from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
@@ -199,6 +201,8 @@ def _parallelize_stage(
     tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
     if tp > 1:
         summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
+    if axis_size(mesh, EP) > 1:
+        apply_expert_parallel(stage.model, mesh)
     if context is not None:
         context.watch(stage)
     put_on_adapters(stage.model, own)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.mesh import STAGE_AXES
+from meshtrain.config.mesh import EXPERT_FSDP_AXES, STAGE_AXES
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
@@ -20,6 +20,7 @@ from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
+from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import resolve_rules
@@ -186,6 +187,10 @@ def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[
     dim = dims.get(name)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
-    # FSDP2 splits the first dimension of the shard that tensor parallelism makes.
-    shape[:1] = [-(-rows // plan.mesh.fsdp_degree) for rows in shape[:1]]
+    degree = plan.mesh.fsdp_degree
+    if plan.mesh.ep > 1 and name in expert_parameters(model):
+        shape[0] //= plan.mesh.ep
+        degree = plan.mesh.degree(*EXPERT_FSDP_AXES)
+    # FSDP2 splits the first dimension of the shard that the other axes make.
+    shape[:1] = [-(-rows // degree) for rows in shape[:1]]
     return shape

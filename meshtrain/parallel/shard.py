@@ -1,7 +1,8 @@
 """Shard parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,8 +16,10 @@ from meshtrain.compat.fsdp import (
     forget_gathered_gradients,
     gathered_parameters,
 )
+from meshtrain.config.mesh import EXPERT_FSDP_AXES, REPLICA_AXES
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.mesh import fsdp_mesh
 
 _GATHERED = "meshtrain_gathered"
@@ -27,9 +30,18 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
 
     Otherwise FSDP2 would only add a copy of every parameter and gradient per step.
     """
+    return plan.mesh.is_sharded or _converts(plan)
+
+
+def _converts(plan: ParallelPlan) -> bool:
     precision = plan.precision
     several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
-    return plan.mesh.is_sharded or several_formats or plan.shard.offload == "cpu"
+    return several_formats or plan.shard.offload == "cpu"
+
+
+def _precision(plan: ParallelPlan) -> MixedPrecisionPolicy:
+    compute, reduce = plan.precision.compute, plan.precision.reduce
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=getattr(torch, reduce))
 
 
 def parameter_device(plan: ParallelPlan, device: torch.device) -> torch.device:
@@ -41,20 +53,18 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     """Shard a stage in place, layer by layer, if `needs_fsdp` is true for the plan."""
     if not needs_fsdp(plan):
         return
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
-    )
     offload = _offload_policy(plan, mesh.device_type)
     data_mesh = fsdp_mesh(mesh)
     reshard = plan.shard.reshard_after_forward == "always"
     shard = partial(
-        fully_shard, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        fully_shard, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=_precision(plan), offload_policy=offload
     )
     # Two groups of FSDP2 that share a parameter would lose gradients without an error. So what
     # several layers share belongs to the stage.
     shared = _shared_parameters(stage.own_layers())
     for layer in stage.own_layers():
-        shard(layer, ignored_params=shared)
+        alone = _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
+        shard(layer, ignored_params=shared | alone)
     shard(stage.model)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes, so gradients are summed.
@@ -64,6 +74,24 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         # A parameter may lack a gradient on this process alone: an expert may get tokens elsewhere
         # only.
         before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
+
+
+def _shard_experts(
+    layer: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, shard: Callable[..., object]
+) -> set[nn.Parameter]:
+    """Shard the experts of a layer over the ranks that hold the same ones.
+
+    Returns:
+        The parameters that FSDP2 must leave alone, because this rank holds the only copy.
+    """
+    stacks = expert_stacks(layer).values()
+    if plan.mesh.degree(*EXPERT_FSDP_AXES, *REPLICA_AXES) == 1 and not _converts(plan):
+        return {parameter for stack in stacks for parameter in stack.parameters()}
+    # The weights of the results keep the number format of the router.
+    policy = replace(_precision(plan), cast_forward_inputs=False)
+    for stack in stacks:
+        shard(stack, mesh=fsdp_mesh(mesh, EXPERT_FSDP_AXES), mp_policy=policy)
+    return set()
 
 
 def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:

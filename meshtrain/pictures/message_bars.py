@@ -11,6 +11,7 @@ AXIS_STYLES = {
     "dp_replicate": "amber",
     "dp_shard": "green",
     "dp_shard_cp": "green",
+    "dp_shard_ep_cp": "green",
     "cp": "pink",
     "tp": "vermillion",
     "ep": "violet",

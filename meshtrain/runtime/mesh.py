@@ -32,22 +32,29 @@ def axis_rank(mesh: DeviceMesh, axis: str) -> int:
     return mesh.get_local_rank(axis)
 
 
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def fsdp_mesh(mesh: DeviceMesh, axes: Sequence[str] = FSDP_AXES) -> DeviceMesh:
     """Return the axes of FSDP2.
 
     Parameters are sharded over the last axis. Over an axis before it, they are copied.
+
+    Args:
+        mesh: all axes.
+        axes: FSDP_AXES, or EXPERT_FSDP_AXES for stacked experts.
     """
     replicas = tuple(axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1)
-    name = fsdp_axis_of({axis: axis_size(mesh, axis) for axis in FSDP_AXES})
+    name = fsdp_axis_of({axis: axis_size(mesh, axis) for axis in axes}, axes)
     if name in AXES:
         return mesh[(*replicas, name)]
-    joined = joined_axes(mesh, FSDP_AXES, name)
+    joined = joined_axes(mesh, axes, name)
     return concatenated(mesh[replicas], joined) if replicas else joined
 
 
-def fsdp_group(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group over which FSDP2 shards a parameter."""
-    return fsdp_mesh(mesh).get_all_groups()[-1]
+def fsdp_group(mesh: DeviceMesh, axes: Sequence[str] = FSDP_AXES) -> ProcessGroup:
+    """Return the group over which FSDP2 shards a parameter.
+
+    The arguments are those of `fsdp_mesh`.
+    """
+    return fsdp_mesh(mesh, axes).get_all_groups()[-1]
 
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup | None:

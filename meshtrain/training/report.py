@@ -2,8 +2,11 @@
 
 from typing import get_args
 
+from transformers import PreTrainedModel
+
 from meshtrain import console
-from meshtrain.config.plan import ContextMethod
+from meshtrain.config.mesh import EXPERT_FSDP_AXES
+from meshtrain.config.plan import ContextMethod, ParallelPlan
 from meshtrain.config.toml import plan_hash
 from meshtrain.console import BYTES_PER_MB
 from meshtrain.errors import name_some
@@ -13,6 +16,7 @@ from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.mixing import mixing_blocks
+from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
 from meshtrain.training.resolve import ResolvedRun
@@ -65,6 +69,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         rows += _heads(resolved)
     if plan.mesh.cp > 1:
         rows.append(("context", _context(resolved)))
+    if plan.mesh.ep > 1:
+        rows.append(("experts", _experts(plan, model)))
     if plan.mesh.is_sharded:
         rows.append(
             ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
@@ -96,6 +102,14 @@ def _context(resolved: ResolvedRun) -> str:
         described += f"; attention of a layer gets {numbers}"
     blocks = sorted({as_pattern(name) for name in mixing_blocks(model)})
     return described + (f"; on full sequences: {', '.join(blocks)}" if blocks else "")
+
+
+def _experts(plan: ParallelPlan, model: PreTrainedModel) -> str:
+    """Return how many experts a process has, and which processes share them."""
+    numbers = {num_experts(stack) for stack in expert_stacks(model).values()}
+    mine = " or ".join(f"{number // plan.mesh.ep} of {number}" for number in sorted(numbers))
+    shared = plan.mesh.degree(*EXPERT_FSDP_AXES)
+    return f"{mine} in a layer on each process, " + (f"sharded over {shared} ranks" if shared > 1 else "not sharded")
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

@@ -1,11 +1,11 @@
 """Small meshes and plans for a proof: few processes and layers, float64, every axis."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from meshtrain.config.mesh import AXES, FSDP_AXES, TP, MeshPlan
+from meshtrain.config.mesh import AXES, CP, DP_SHARD, EP, FSDP_AXES, TP, MeshPlan
 from meshtrain.config.plan import CompilePlan, LossPlan, ParallelPlan, PipelinePlan, PrecisionPlan
-from meshtrain.models.tiny import HEADS
+from meshtrain.models.tiny import EXPERTS, HEADS
 from meshtrain.parallel.shard import needs_fsdp
 
 MAX_RANKS = 8
@@ -20,23 +20,30 @@ PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 def shrink_mesh(mesh: MeshPlan, *, most_tp: int = HEADS) -> list[MeshPlan]:
     """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`.
 
-    Each axis is at least 2 wide in one of them. One mesh is enough for up to three axes. Four axes
-    take three meshes: each leaves out one axis that FSDP2 does not shard over.
+    Each axis is at least 2 wide in one of them. One mesh is enough for up to three axes. With more
+    axes, each mesh leaves out some, but never all of those that FSDP2 shards over.
 
     Args:
         most_tp: largest number of processes that can share a layer of the tiny model.
     """
     degrees = {axis: 2 if degree == -1 else min(degree, MAX_RANKS) for axis, degree in mesh.degrees.items()}
-    # The number of heads of a tiny model is a power of two.
+    # The numbers of experts and of heads of a tiny model are powers of two.
+    degrees[EP] = max(degree for degree in (1, 2, EXPERTS) if degree <= degrees[EP])
     degrees[TP] = max(degree for degree in (1, 2, HEADS) if degree <= min(degrees[TP], most_tp))
     wide = [axis for axis in AXES if degrees[axis] > 1]
     if len(wide) > MOST_WIDE_AXES:
-        without = [mesh.model_copy(update={axis: 1}) for axis in wide if axis not in FSDP_AXES]
+        without = [mesh.model_copy(update={axis: 1}) for axis in wide if axis in _left_out(wide)]
         return [small for fewer in without for small in shrink_mesh(fewer, most_tp=most_tp)]
     while math.prod(degrees.values()) > MAX_RANKS:
         widest = max(wide, key=lambda axis: degrees[axis])
         degrees[widest] = max(2, degrees[widest] // 2)
     return [MeshPlan(**degrees)]
+
+
+def _left_out(wide: Sequence[str]) -> set[str]:
+    """Return the axes of which each mesh can leave out one."""
+    sharding = set(wide) & set(FSDP_AXES)
+    return {DP_SHARD, CP} if len(sharding) == MOST_WIDE_AXES else set(wide) - sharding
 
 
 def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -222,6 +223,7 @@ def test_bytes_of_both_methods_are_counted() -> None:
 def test_a_program_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         meshtrain.parallelize(meta_model("gpt2"), {"mesh": {"cp": 2}})
+    assert not dist.is_initialized()
     assert caught.value.lines == (
         "mesh.cp = 2: a program passes full sequences and gets full logits, and context parallelism has parts of both; "
         "train it by `meshtrain train` or meshtrain.train, or use cp = 1",

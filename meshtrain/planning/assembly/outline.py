@@ -18,6 +18,7 @@ from meshtrain.parallel.cut.borders import StageRoutes, Stages
 from meshtrain.parallel.cut.kinds import kinds_of
 from meshtrain.parallel.cut.probe import Structure, find_layers
 from meshtrain.parallel.cut.stage import find_borders
+from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
 from meshtrain.planning.assembly.layers import fewest_layers, likes
@@ -198,9 +199,10 @@ def _shapes(model: PreTrainedModel, plan: ParallelPlan, structure: Structure | N
     """Return the shapes of the parameters of each stage."""
     dims = resolve_rules(model, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     numbers = plan.pipeline.layer_counts
+    of_experts = expert_parameters(model)
     stages = None if structure is None else Stages(structure.trace, numbers, structure.layers_name)
     found: list[set[Shape]] = [set() for _ in numbers]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         index = 0 if stages is None else stages.of_parameter(name)
-        found[index].add(Shape(tuple(parameter.shape), dims.get(name)))
+        found[index].add(Shape(tuple(parameter.shape), dims.get(name), name in of_experts))
     return [*map(frozenset, found)]

@@ -3,15 +3,22 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from meshtrain.config.mesh import FSDP_AXES, STAGE_AXES, TP, MeshPlan
+from meshtrain.config.mesh import EXPERT_FSDP_AXES, FSDP_AXES, STAGE_AXES, TP, MeshPlan
 from meshtrain.parallel.tensor.head_share import Heads
 
 
 class Shape(NamedTuple):
-    """The shape of a parameter, and the dimension that tensor parallelism splits, if any."""
+    """The shape of a parameter, and how it is divided besides FSDP2.
+
+    Attributes:
+        sizes: of its dimensions.
+        tp_dim: the dimension that tensor parallelism splits; None: none.
+        of_experts: whether its first dimension counts experts, which ep divides.
+    """
 
     sizes: tuple[int, ...]
     tp_dim: int | None
+    of_experts: bool = False
 
 
 def alike_processes(mesh: MeshPlan, shapes: Iterable[Shape], heads: Heads | None) -> list[tuple[int, ...]]:
@@ -29,28 +36,38 @@ def alike_processes(mesh: MeshPlan, shapes: Iterable[Shape], heads: Heads | None
     groups: dict[tuple[object, ...], list[int]] = {}
     by_tp = [[_part_of_tp(shape, rank, mesh.tp) for shape in shapes] for rank in range(mesh.tp)]
     for process in range(mesh.degree(*STAGE_AXES)):
-        rank, over_tp = _coordinate(mesh, FSDP_AXES, process), _coordinate(mesh, (TP,), process)
-        own, first, last = (_rows(by_tp[over_tp], it, mesh.fsdp_degree) for it in (rank, 0, mesh.fsdp_degree - 1))
+        over_tp = _coordinate(mesh, (TP,), process)
+        own, first, last = (_rows(by_tp[over_tp], mesh, it) for it in (process, 0, mesh.degree(*STAGE_AXES) - 1))
         holds_less = own == last != first
         groups.setdefault((_share(heads, over_tp, mesh.tp), tuple(by_tp[over_tp]), holds_less), []).append(process)
     return [tuple(group) for group in groups.values()]
 
 
 def _coordinate(mesh: MeshPlan, axes: Sequence[str], process: int) -> int:
-    """Return the coordinate of a process along neighboring axes."""
-    behind = mesh.degree(*STAGE_AXES[STAGE_AXES.index(axes[-1]) + 1 :])
-    return process // behind % mesh.degree(*axes)
+    """Return the coordinate of a process along some axes, as if they were one."""
+    coordinate = 0
+    for axis in axes:
+        behind = mesh.degree(*STAGE_AXES[STAGE_AXES.index(axis) + 1 :])
+        coordinate = coordinate * mesh.degree(axis) + process // behind % mesh.degree(axis)
+    return coordinate
 
 
-def _part_of_tp(shape: Shape, rank: int, tp: int) -> tuple[int, ...]:
+def _part_of_tp(shape: Shape, rank: int, tp: int) -> Shape:
     if shape.tp_dim is None:
-        return shape.sizes
-    return tuple(_part(size, rank, tp) if dim == shape.tp_dim else size for dim, size in enumerate(shape.sizes))
+        return shape
+    sizes = (_part(size, rank, tp) if dim == shape.tp_dim else size for dim, size in enumerate(shape.sizes))
+    return shape._replace(sizes=tuple(sizes))
 
 
-def _rows(shapes: Iterable[tuple[int, ...]], rank: int, number: int) -> list[int]:
+def _rows(shapes: Iterable[Shape], mesh: MeshPlan, process: int) -> list[int]:
     """Return how many rows of each parameter FSDP2 gives to a process."""
-    return [_part(sizes[0], rank, number) for sizes in shapes if sizes]
+    found = []
+    for shape in shapes:
+        axes = EXPERT_FSDP_AXES if shape.of_experts else FSDP_AXES
+        divisor = mesh.ep if shape.of_experts else 1
+        for rows in shape.sizes[:1]:
+            found.append(_part(rows // divisor, _coordinate(mesh, axes, process), mesh.degree(*axes)))
+    return found
 
 
 def _part(size: int, rank: int, number: int) -> int:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from meshtrain.config.families import with_family
+from meshtrain.config.mesh import CP, EP
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import PlanError, UserError
@@ -20,6 +21,8 @@ from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 
 Result = TypeVar("Result")
+# Axes of which a search has no candidates.
+NOT_SEARCHED = (EP, CP)
 # Settings of a plan that a search sets. Those for one process fit every model.
 _ALONE = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
@@ -129,11 +132,12 @@ def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
     Raises:
         UserError: for a contradiction that no plan changes.
     """
-    if config.plan.mesh.cp > 1:
-        raise PlanError(
-            f"a search takes cp = 1, found mesh.cp = {config.plan.mesh.cp}",
-            "leave it out, or compare plans with cp by `meshtrain plan`",
-        )
+    for axis in NOT_SEARCHED:
+        if (degree := config.plan.mesh.degrees[axis]) > 1:
+            raise PlanError(
+                f"a search takes {axis} = 1, found mesh.{axis} = {degree}",
+                f"leave it out, or compare plans with {axis} by `meshtrain plan`",
+            )
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     plan = config.plan.model_copy(update=tables)
     alone = config.model_copy(update={"plan": plan, "micro_batch_size": 1})

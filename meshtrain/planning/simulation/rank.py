@@ -22,7 +22,7 @@ from meshtrain.compat.fake import (
     votes_skipped,
 )
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
-from meshtrain.config.mesh import AXES, PP
+from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, PP, fsdp_axis_of
 from meshtrain.errors import ModelError
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
@@ -113,9 +113,9 @@ class Watch:
         def begin_reduction(module: FSDPModule) -> None:
             recorder.move(place)
 
-        if isinstance(layer, FSDPModule):
+        for sharded in fsdp_modules(layer):
             # With a pipeline, FSDP2 reduces the gradients of all layers after a backward pass.
-            before_reduction(layer, begin_reduction)
+            before_reduction(sharded, begin_reduction)
         layer.register_forward_pre_hook(begin)
         # Before the hook of FSDP2, which gathers the parameters of this layer in its backward pass.
         layer.register_forward_hook(watch_gradient, prepend=True)
@@ -131,7 +131,8 @@ def group_axes(pipeline: Pipeline) -> dict[str, str]:
     """Return the axis of each process group of a pipeline, by the name of the group."""
     mesh = pipeline.mesh
     names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
-    names[str(fsdp_group(mesh).group_name)] = pipeline.plan.mesh.fsdp_axis
+    for axes in (FSDP_AXES, EXPERT_FSDP_AXES):
+        names[str(fsdp_group(mesh, axes).group_name)] = fsdp_axis_of(pipeline.plan.mesh.degrees, axes)
     along_pp = [pipeline.peers, *(tie.group for tie in pipeline.tied_copies.ties)]
     return names | {str(group.group_name): PP for group in along_pp if group is not None}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, MeshPlan, axes_named
+from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import Work
 
 GB, TERA = 1e9, 1e12
@@ -31,7 +31,8 @@ class Rates:
         self.is_asynchronous = speed.is_asynchronous
         self._speed, self._on_host = speed, optimizer_on_host
         self.fsdp_axis = mesh.fsdp_axis
-        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, mesh.fsdp_axis}}
+        self._fsdp_axes = {fsdp_axis_of(mesh.degrees, axes) for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
+        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, *self._fsdp_axes}}
         self._seconds: dict[tuple[Work, bool], float] = {}
 
     def compute_seconds(self, work: Counter[Work], *, in_optimizer: bool = False) -> float:
@@ -56,7 +57,7 @@ class Rates:
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
         seconds = group.ring_seconds(name, num_bytes)
-        if self._on_host and message.axis == self.fsdp_axis and name in ("all_gather", "reduce_scatter"):
+        if self._on_host and message.axis in self._fsdp_axes and name in ("all_gather", "reduce_scatter"):
             # Each process copies its part from host memory before, or to it afterwards.
             seconds += num_bytes / group.size / (self._speed.host_link_gb_per_second * GB)
         return seconds

@@ -1,0 +1,38 @@
+"""The stacked experts of a model: modules whose own parameters have one matrix for each expert."""
+
+from torch import nn
+
+from meshtrain.compat.transformers import can_leave_out_experts
+from meshtrain.errors import ModelError
+
+
+def expert_stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> module of stacked experts, in the order of the model.
+
+    Args:
+        model: or a part of one.
+    """
+    return {name: module for name, module in model.named_modules() if can_leave_out_experts(module)}
+
+
+def expert_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that have one matrix or row for each expert."""
+    stacks = expert_stacks(model).items()
+    return {f"{name}.{kind}" for name, stack in stacks for kind, _ in stack.named_parameters(recurse=False)}
+
+
+def num_experts(stack: nn.Module) -> int:
+    """Return the number of experts of a stack, on all ranks of ep or on this one alone.
+
+    Raises:
+        ModelError: if some of its parameters do not belong to single experts.
+    """
+    number = getattr(stack, "num_experts", None)
+    for name, parameter in stack.named_parameters():
+        if number is None or "." in name or len(parameter) != number:
+            raise ModelError(
+                f"{name} {tuple(parameter.shape)} of {type(stack).__name__} does not belong to single experts, of "
+                f"which there are {number}"
+            )
+    assert isinstance(number, int)
+    return number

@@ -1,0 +1,171 @@
+"""Experts on several ranks compute what one process computes; what cannot is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from meshtrain.config.mesh import EP, MeshPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.run import CheckpointConfig, RunConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.account import account
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check.experts import check_experts
+from meshtrain.parallel.experts.dispatch import apply_expert_parallel
+from meshtrain.parallel.experts.stacks import num_experts
+from meshtrain.runtime.mesh import init_mesh
+from meshtrain.verify.shrink import shrink_mesh
+from tests.parallel.test_context import BATCH, assert_proven, case_of, meta_model, problems_of
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, steps_of, train_here
+
+
+def test_experts_on_two_ranks_compute_what_one_process_does() -> None:
+    two = {"ep": 2}
+    assert_proven(
+        [
+            case_of("mixtral", two, "separate", config={"output_router_logits": True}),
+            case_of("qwen3_moe", two, "padded", recompute={"mode": "selective"}),
+            case_of("deepseek_v3", two, recompute={"mode": "full"}),
+            case_of("gpt_oss", two, attention="eager"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_replicate": 2}], ids=str)
+def test_ep_beside_another_axis_computes_what_one_process_does(mesh: dict[str, int]) -> None:
+    both = {"ep": 2, **mesh}
+    split = {"sequence_parallel": True} if "tp" in mesh else {}
+    cases = [
+        case_of("mixtral", both, tensor=split),
+        case_of("deepseek_v3", both, tensor=split, recompute={"mode": "full"}),
+    ]
+    if "pp" in mesh:
+        two = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
+        cases += [case_of("gpt_oss", both, attention="eager"), case_of("qwen3_moe", both, pipeline=two)]
+    assert_proven(cases)
+
+
+def test_four_ranks_and_all_axes_compute_what_one_process_does() -> None:
+    assert_proven([case_of("deepseek_v3", {"ep": 4}), case_of("mixtral", {"ep": 4}, "padded")])
+    assert_proven([case_of("qwen3_moe", {"pp": 2, "ep": 2, "tp": 2}, tensor={"sequence_parallel": True})])
+    # The ranks that hold the same experts are not neighbors.
+    assert_proven([case_of("mixtral", {"dp_shard": 2, "ep": 2, "cp": 2})])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = MixtralConfig(hidden_size=8, intermediate_size=4, num_local_experts=4)
+        config._experts_implementation = "eager"
+        self.experts = MixtralExperts(config).double()
+
+
+def compute_here(chosen: list[int], values: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return the output of this rank, and the gradients of its tokens, weights and experts."""
+    mesh = init_mesh(MeshPlan(dp_shard=1, ep=2), "cpu")
+    rank = mesh.get_local_rank(EP)
+    with torch.device("meta"):
+        layer = Layer()
+    apply_expert_parallel(layer, mesh)
+    layer.to_empty(device="cpu")
+    for name, parameter in layer.experts.named_parameters():
+        local_tensor(parameter.detach()).copy_(values[name].chunk(2)[rank])
+    hidden, weights = (values[name].chunk(2)[rank].requires_grad_() for name in ("hidden", "weights"))
+    index = torch.tensor(chosen).expand(len(hidden), -1)
+    output = layer.experts(hidden, index, weights)
+    output.square().sum().backward()
+    gradients = [it.grad for it in layer.experts.parameters()]
+    found = [torch.zeros(2, *values[name].shape[1:]).double() for name in ("gate_up_proj", "down_proj")]
+    of_experts = [zero if it is None else local_tensor(it) for zero, it in zip(found, gradients, strict=True)]
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    return output.detach(), hidden.grad, weights.grad, *of_experts
+
+
+@pytest.mark.parametrize("chosen", [[0, 1], [3, 2], [1, 3]], ids=["first rank", "second rank", "one each"])
+def test_ranks_without_a_token_stay_in_step(chosen: list[int]) -> None:
+    stream = torch.Generator().manual_seed(0)
+    layer = Layer()
+    shapes = {"hidden": (6, 8), "weights": (6, 2), **{name: it.shape for name, it in layer.experts.named_parameters()}}
+    values = {name: torch.randn(shape, generator=stream, dtype=torch.float64) for name, shape in shapes.items()}
+    layer.experts.load_state_dict({name: values[name] for name, _ in layer.experts.named_parameters()})
+    hidden, weights = values["hidden"].clone().requires_grad_(), values["weights"].clone().requires_grad_()
+    output = layer.experts(hidden, torch.tensor(chosen).expand(6, -1), weights)
+    output.square().sum().backward()
+    wanted = [output.detach(), hidden.grad, weights.grad, *(it.grad for it in layer.experts.parameters())]
+    found = [torch.cat(parts) for parts in zip(*run_on_ranks(2, compute_here, chosen, values), strict=True)]
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    assert problems_of("llama", {"ep": 2}) == ("mesh.ep = 2: LlamaForCausalLM has no stacked experts; use ep = 1",)
+    assert problems_of("mixtral", {"ep": 3}, BatchShape(6, 2, 32)) == (
+        "mesh.ep = 3 does not divide the 8 experts of model.layers.*.mlp.experts; use one of 1, 2, 4, 8",
+    )
+    whole = TensorPlan(styles={"model.layers.*.mlp.experts": "expert_parallel"})
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1, ep=2, tp=2), tensor=whole)
+    (problem,) = check_experts(plan, meta_model("mixtral"), BATCH)
+    assert str(problem) == (
+        "mesh.ep = 2 with tensor style 'expert_parallel': the processes of ep hold whole experts already; make it "
+        "'moe_tp_experts' (`tensor.experts` = \"tensor\"), which divides each expert over tp"
+    )
+
+
+def test_parameters_that_experts_share_are_refused() -> None:
+    layer = Layer()
+    layer.experts.scale = nn.Parameter(torch.ones(8))
+    with pytest.raises(ModelError) as caught:
+        num_experts(layer.experts)
+    assert caught.value.lines == (
+        "scale (8,) of MixtralExperts does not belong to single experts, of which there are 4",
+    )
+
+
+def test_experts_take_a_quarter_on_each_of_four_ranks() -> None:
+    model = meta_model("mixtral", num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_local_experts=64)
+    held = {}
+    for ep in (1, 4):
+        plan = ParallelPlan(mesh=MeshPlan(dp_shard=1, ep=ep))
+        (share,) = account(model, resolve_plan(plan, model, BatchShape(8, 2, 32), ep))
+        held[ep] = share.num_local_parameters
+    assert held[4] * 4 == held[1]
+
+
+def test_proofs_have_every_axis() -> None:
+    wide = MeshPlan(pp=4, dp_shard=8, ep=8, cp=2, tp=2)
+    meshes = shrink_mesh(wide)
+    assert max(it.world_size for it in meshes) == 8
+    assert {axis for it in meshes for axis, degree in it.degrees.items() if degree > 1} == {
+        *("pp", "dp_shard", "ep", "cp", "tp"),
+    }
+    assert [it.ep for it in shrink_mesh(MeshPlan(dp_shard=1, ep=8))] == [4]
+
+
+def run_of(directory: Path, name: str, mesh: dict[str, int], steps: int, **tables: Any) -> RunConfig:
+    plan = build_plan((1, 1, 1, 1)).model_copy(update={"mesh": MeshPlan(**{"dp_shard": 1, **mesh}), **tables})
+    return build_run(directory / name, "qwen3_moe", plan, steps=steps, checkpoint=CheckpointConfig(every=2))
+
+
+def train(config: RunConfig) -> None:
+    run_on_ranks(config.plan.mesh.world_size, train_here, config, joins=False)
+
+
+def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:
+    split = TensorPlan(auto=True, sequence_parallel=True)
+    train(run_of(tmp_path, "alone", {}, 6))
+    train(run_of(tmp_path, "traveling", {"ep": 2}, 2))
+    train(run_of(tmp_path, "traveling", {"pp": 2}, 4))
+    train(run_of(tmp_path, "traveling", {"ep": 2, "tp": 2}, 6, tensor=split))
+    wanted, found = (steps_of(tmp_path / name) for name in ("alone", "traveling"))
+    assert [it["step"] for it in found] == [1, 2, 3, 4, 5, 6]
+    for one, other in zip(wanted, found, strict=True):
+        for metric in ("loss", "grad_norm"):
+            assert other[metric] == pytest.approx(one[metric], rel=1e-12)
