@@ -18,7 +18,9 @@ from tests.training.test_resume import in_float32, without_torchrun
 
 TRAIN = [sys.executable, "-m", "meshtrain", "train", "run.toml"]
 TWO = [*TRAIN, "--processes", "2"]
-MISTAKE = "mesh: pp 2 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 3 needs 6 processes, but there are 2; start 6, or "
+MISTAKE = (
+    "mesh: pp 2 x dp_replicate 1 x dp_shard 1 x ep 1 x cp 1 x tp 3 needs 6 processes, but there are 2; start 6, or "
+)
 LAUNCH = "from meshtrain.runtime.launch import run_workers; import sys; sys.exit(run_workers(sys.argv[1:], 2, "
 
 

@@ -18,7 +18,7 @@ SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 EXPECTED = (
     "== meshtrain train launch/runs/quickstart.toml --processes 4 run_directory=runs/",
     "Data: train ",
-    "mesh        pp 2 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 2",
+    "mesh        pp 2 x dp_replicate 1 x dp_shard 1 x ep 1 x cp 1 x tp 2",
     "    0     0-1   embedding, layers 0-",
     "global batch 4 sequences = 1 per microbatch x 4 microbatches x 1 data-parallel; x ",
     "step 1/4  loss ",

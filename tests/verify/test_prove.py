@@ -213,7 +213,7 @@ def test_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Qwen3ForCausalLM: pp 2 x tp 2 computes what one device computes" in shown
     (proof,) = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proven"]
-    assert proof["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert proof["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "ep": 1, "cp": 1, "tp": 2}
     assert [finding["what"] for finding in proof["findings"]] == [
         "initial weights",
         "loss",

@@ -101,7 +101,9 @@ class Route:
         ranks = group.size()
         chosen = index.flatten()
         self.order = chosen.argsort(stable=True)
-        sent = torch.bincount(chosen, minlength=num_experts * ranks).view(ranks, num_experts)
+        # The host would wait for the device in `bincount`.
+        counts = torch.zeros(ranks * num_experts, dtype=torch.long, device=chosen.device)
+        sent = counts.index_add(0, chosen, torch.ones_like(chosen)).view(ranks, num_experts)
         self._received = _move(sent, group, send=[1] * ranks, receive=[1] * ranks)
         self._send, self._receive = _row_counts(sent, self._received, len(chosen))
 
