@@ -82,15 +82,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a world size that the mesh does not divide": (
         ["run.toml", "plan.mesh.pp=2", "plan.mesh.tp=2"],
         [
-            "mesh: pp 2 x dp_replicate 1 x ep 1 x cp 1 x tp 2 uses processes in groups of 4, but 2 is not a multiple of 4; "
-            "start a multiple of 4, or change the degrees"
+            "mesh: pp 2 x dp_replicate 1 x ep 1 x cp 1 x tp 2 uses processes in groups of 4, but 2 is not a multiple "
+            "of 4; start a multiple of 4, or change the degrees"
         ],
     ),
     "a mesh of another size": (
         ["run.toml", "plan.mesh.pp=2", "plan.mesh.dp_shard=2"],
         [
-            "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x ep 1 x cp 1 x tp 1 needs 4 processes, but there are 2; start 4, or "
-            "set plan.mesh.dp_shard = -1 to use all available processes"
+            "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x ep 1 x cp 1 x tp 1 needs 4 processes, but there are 2; start "
+            "4, or set plan.mesh.dp_shard = -1 to use all available processes"
         ],
     ),
     "attention heads": (

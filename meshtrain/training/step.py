@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -76,7 +76,8 @@ class StepResult:
         is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter
             has changed.
         fault: what is wrong with a bad step.
-        router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
+        router: the mean auxiliary loss of the routers, if there is one, before its coefficient; how
+            many tokens the experts got, if there are any.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss
             scaling.
     """
@@ -114,7 +115,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     filled, norm, packed = _finish_gradients(context, computed)
     finished_at = mark(gradient_device(pipeline))
     # The only read from the device in a step: everything queued so far is done once it returns.
-    totals = _Totals(*packed.tolist())
+    totals = _Totals.unpacked(packed.tolist())
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)
 
@@ -145,7 +146,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         optimizer_seconds=time.perf_counter() - read + finish_seconds,
         is_skipped=is_skipped,
         fault=fault,
-        router=pipeline.router_loss.metrics(totals.router_mean),
+        router=pipeline.router_loss.metrics(totals.router_mean) | pipeline.expert_use.metrics(*totals.expert_use),
         scaling=context.loss_scale.metrics(history.num_skipped),
     )
 
@@ -171,6 +172,13 @@ class _Totals(NamedTuple):
     """Number of gradients that were filled in with zeros, on all processes."""
     router_mean: float
     num_tokens: float
+    expert_use: tuple[float, ...]
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[float]) -> Self:
+        """Return the fields that `_finish_gradients` has joined to a vector."""
+        norm, loss, num_filled, router_mean, num_tokens, *expert_use = numbers
+        return cls(norm, loss, num_filled, router_mean, num_tokens, (*expert_use,))
 
 
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
@@ -187,7 +195,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals` (5,), float64, all on the device.
+        clipping; the fields of `_Totals` (8,), float64, all on the device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -199,7 +207,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, TOKEN_AXES)
     norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
     norm = norm / scale
-    return filled, norm, torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
+    found = torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
+    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found)])
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:

@@ -103,7 +103,7 @@ WANTED = {
     "foreign mesh": r"the mesh has the axes \('tp',\), but a plan needs .*; build it with meshtrain.build_mesh",
     "whole": r"load_state_dict: transformer.wte.weight is a full tensor, and every rank of this model keeps a shard "
     r"of it; load it into the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model",
-    "too many": r"mesh: pp 1 x dp_replicate 1 x ep 1 x cp 1 x tp 4 uses processes in groups of 4, but 2 is not a multiple",
+    "too many": r"mesh: pp 1 x dp_replicate 1 x ep 1 x cp 1 x tp 4 uses processes in groups of 4, but 2 is not a ",
 }
 
 

@@ -164,8 +164,8 @@ def test_model_without_attention_is_balanced() -> None:
 
 def test_wrong_world_size_is_refused() -> None:
     assert problems(make_plan("llama", mesh={"pp": 2, "dp_shard": 2, "tp": 2}), world_size=6) == (
-        "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x ep 1 x cp 1 x tp 2 needs 8 processes, but there are 6; start 8, or set "
-        "plan.mesh.dp_shard = -1 to use all available processes",
+        "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x ep 1 x cp 1 x tp 2 needs 8 processes, but there are 6; start 8, or "
+        "set plan.mesh.dp_shard = -1 to use all available processes",
     )
     assert problems(make_plan("llama", mesh={"pp": 2, "tp": 2}), world_size=6) == (
         "mesh: pp 2 x dp_replicate 1 x ep 1 x cp 1 x tp 2 uses processes in groups of 4, but 6 is not a multiple of 4; "
