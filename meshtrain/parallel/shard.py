@@ -15,7 +15,7 @@ from meshtrain.compat.fsdp import (
     forget_gathered_gradients,
     gathered_parameters,
 )
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, ShardPlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.runtime.mesh import fsdp_mesh
 
@@ -56,6 +56,8 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     for layer in stage.own_layers():
         shard(layer, ignored_params=shared)
     shard(stage.model)
+    if plan.shard.prefetch != "implicit" and plan.mesh.is_sharded:
+        _prefetch([stage.model, *stage.own_layers()], plan.shard.prefetch)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes, so gradients are summed.
         # Without the forced sum, torch would use a pre-multiplied reduction, which gloo lacks.
@@ -64,6 +66,22 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         # A parameter may lack a gradient on this process alone: an expert may get tokens elsewhere
         # only.
         before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
+
+
+def _prefetch(modules: Sequence[nn.Module], depth: int) -> None:
+    """Gather some layers ahead.
+
+    Args:
+        modules: the root and the layers, in the order of the forward pass.
+        depth: number of layers.
+    """
+    root, *layers = modules
+    for number, module in enumerate(modules):
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(layers[number : number + depth])
+        # The backward pass begins in the root.
+        before = layers if module is root else layers[: number - 1]
+        module.set_modules_to_backward_prefetch(before[::-1][:depth])
 
 
 def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
@@ -83,17 +101,20 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> None:
-    """Let gradients add up on this process until the last microbatch of a step.
+def prepare_backward(model: nn.Module, plan: ShardPlan, *, is_last: bool) -> None:
+    """Tell FSDP2 what the next backward pass of a model without a pipeline does.
 
     Args:
         model: with the modules that FSDP2 manages.
-        is_last: whether the next backward pass is that of the last microbatch.
-        keep_gathered: keep gathered parameters in memory until that pass as well.
+        plan: resolved. It says whether gathered parameters are kept until the last backward pass
+            of a step, and whether gradients add up on this process until then.
+        is_last: whether it is the backward pass of the last microbatch.
     """
     for module in fsdp_modules(model):
-        module.set_requires_gradient_sync(is_last, recurse=False)
-        if keep_gathered:
+        module.set_requires_gradient_sync(is_last or plan.reduces_each_microbatch, recurse=False)
+        # The parts of gradients are summed over dp_replicate once.
+        module.set_requires_all_reduce(is_last, recurse=False)
+        if plan.reshard_after_forward == "never":
             module.set_reshard_after_backward(is_last, recurse=False)
 
 
