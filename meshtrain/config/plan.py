@@ -138,8 +138,7 @@ class ShardPlan(Settings):
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Return whether a resolved plan reduces gradients in the backward pass of each one."""
-        assert self.reduce_gradients != "auto", "the plan is not resolved"
+        """Return whether a resolved plan reduces gradients in every backward pass."""
         return self.reduce_gradients == "each_microbatch"
 
 

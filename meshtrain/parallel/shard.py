@@ -57,7 +57,7 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         shard(layer, ignored_params=shared)
     shard(stage.model)
     if plan.shard.prefetch != "implicit" and plan.mesh.is_sharded:
-        _prefetch([stage.model, *stage.own_layers()], plan.shard.prefetch)
+        _prefetch(stage, plan.shard.prefetch)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes, so gradients are summed.
         # Without the forced sum, torch would use a pre-multiplied reduction, which gloo lacks.
@@ -68,20 +68,17 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
 
 
-def _prefetch(modules: Sequence[nn.Module], depth: int) -> None:
-    """Gather some layers ahead.
-
-    Args:
-        modules: the root and the layers, in the order of the forward pass.
-        depth: number of layers.
-    """
-    root, *layers = modules
-    for number, module in enumerate(modules):
-        assert isinstance(module, FSDPModule)
-        module.set_modules_to_forward_prefetch(layers[number : number + depth])
-        # The backward pass begins in the root.
-        before = layers if module is root else layers[: number - 1]
-        module.set_modules_to_backward_prefetch(before[::-1][:depth])
+def _prefetch(stage: Stage, depth: int) -> None:
+    """Gather some layers of a stage ahead, in both directions."""
+    layers = [layer for layer in stage.own_layers() if isinstance(layer, FSDPModule)]
+    root = stage.model
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch(layers[:depth])
+    # The backward pass begins in the root.
+    root.set_modules_to_backward_prefetch(layers[::-1][:depth])
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 :][:depth])
+        layer.set_modules_to_backward_prefetch(layers[:number][::-1][:depth])
 
 
 def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:

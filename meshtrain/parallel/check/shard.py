@@ -1,5 +1,7 @@
 """Check what is sharded and when gradients are reduced, and fill in what is open."""
 
+from typing import Literal
+
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, ShardPlan
@@ -9,9 +11,10 @@ from meshtrain.parallel.check.batch import BatchShape, num_microbatches
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 
+Reduction = Literal["auto", "each_step", "each_microbatch"]
 WHOLE_PARAMETERS = (1, 2)
 # Level -> when gradients are reduced. Level 3 says nothing about it.
-REDUCTIONS = {1: "each_step", 2: "each_microbatch"}
+REDUCTIONS: dict[int, Reduction] = {1: "each_step", 2: "each_microbatch"}
 
 
 def check_shard(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -52,7 +55,7 @@ def _check_each_microbatch(plan: ParallelPlan, batch: BatchShape) -> Problems:
 
 
 def _setting(shard: ShardPlan) -> str:
-    return "shard.level = 2" if shard.level == 2 else "shard.reduce_gradients = 'each_microbatch'"  # noqa: PLR2004
+    return "shard.level = 2" if shard.level == 2 else "shard.reduce_gradients = 'each_microbatch'"
 
 
 def resolve_shard(plan: ParallelPlan) -> ShardPlan:
