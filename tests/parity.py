@@ -116,6 +116,7 @@ class Case:
     rows: Rows = "joined"
     reshard: str = "auto"
     level: int = 3
+    reduction: str = "auto"
     prefetch: int | str = "implicit"
     offload: str = "none"
     precision: PrecisionPlan = PROOF
@@ -138,6 +139,7 @@ class Case:
             shard=ShardPlan(
                 level=self.level,
                 reshard_after_forward=self.reshard,
+                reduce_gradients=self.reduction,
                 prefetch=self.prefetch,
                 offload=self.offload,
             ),
