@@ -70,7 +70,7 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
 
 def _prefetch(stage: Stage, depth: int) -> None:
     """Gather some layers of a stage ahead, in both directions."""
-    layers = [layer for layer in stage.own_layers() if isinstance(layer, FSDPModule)]
+    layers: list[FSDPModule] = [layer for layer in stage.own_layers() if isinstance(layer, FSDPModule)]
     root = stage.model
     assert isinstance(root, FSDPModule)
     root.set_modules_to_forward_prefetch(layers[:depth])

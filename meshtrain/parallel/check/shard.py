@@ -38,18 +38,17 @@ def check_shard(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
 
 
 def _check_each_microbatch(plan: ParallelPlan, batch: BatchShape) -> Problems:
-    what = f"{_setting(plan.shard)} reduces the gradients of each microbatch"
-    schedule, precision = plan.pipeline.schedule, plan.precision
+    setting, schedule, precision = _setting(plan.shard), plan.pipeline.schedule, plan.precision
     if plan.mesh.pp > 1 and SCHEDULES[schedule].splits_backward:
         yield Problem(
-            f"{what}, but pipeline.schedule = {schedule!r} computes those of the weights in passes without the hooks "
-            "of FSDP2",
+            f"{setting} reduces the gradients of each microbatch, but pipeline.schedule = {schedule!r} computes those "
+            "of the weights in passes without the hooks of FSDP2",
             "use 1F1B or Interleaved1F1B, or reduce them once per step (shard.level 1 or 3)",
         )
     if precision.reduce != precision.parameters == "bfloat16" and num_microbatches(plan, batch) > 1:
         yield Problem(
-            f"{what} and adds them up in the number format of the parameters, bfloat16, but precision.reduce = "
-            f"{precision.reduce!r}",
+            f"{setting} reduces the gradients of each microbatch and adds them up in the number format of the "
+            f"parameters, bfloat16, but precision.reduce = {precision.reduce!r}",
             "set precision.parameters = 'float32', or reduce them once per step (shard.level 1 or 3)",
         )
 
