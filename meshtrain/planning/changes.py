@@ -36,14 +36,20 @@ def smaller(config: RunConfig, plan: ParallelPlan, *, may_offload: bool) -> Iter
 
 
 def _more_sharded(config: RunConfig, plan: ParallelPlan) -> Iterator[tuple[str, RunConfig]]:
-    match plan.shard.level:
-        case 1:
-            yield _changed(config, "shard", level=2)
-            yield _changed(config, "shard", level=3, reshard_after_forward="always")
-        case 2:
-            yield _changed(config, "shard", level=3, reshard_after_forward="always", reduce_gradients="each_microbatch")
-        case _ if plan.shard.reshard_after_forward == "never":
-            yield _changed(config, "shard", reshard_after_forward="always")
+    shard = plan.shard
+    each: dict[str, object] = {"reduce_gradients": "each_microbatch"}
+    adds_up = config.global_batch_size > config.micro_batch_size * plan.mesh.data_degree
+    if shard.level == 1 and adds_up:
+        yield _changed(config, "shard", level=2)
+    if shard.level == 3 and shard.reduce_gradients == "each_step" and adds_up:
+        yield _changed(config, "shard", **each)
+    if shard.reshard_after_forward == "never":
+        freed: dict[str, object] = {} if shard.level == 3 else {"level": 3}
+        freed["reshard_after_forward"] = "always"
+        if shard.level != 2:
+            yield _changed(config, "shard", **freed)
+        if adds_up or shard.level == 2:
+            yield _changed(config, "shard", **freed, **each)
 
 
 def _changed(config: RunConfig, table: str, **values: object) -> tuple[str, RunConfig]:
