@@ -184,7 +184,8 @@ class PrecisionPlan(Settings):
     scaling."""
     reduce: Dtype = "float32"
     """Number format in which gradients are summed over microbatches and over the data-parallel
-    axes."""
+    axes. Where each microbatch reduces its gradients, and dp_replicate is 1, the sum over
+    microbatches is in the format of the parameters."""
     loss_scale: LossScalePlan = LossScalePlan()
     """Dynamic loss scaling, for `compute` = "float16" only."""
 

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from meshtrain.compat.fsdp import gathered_parameters, unreduced_gradients
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -143,5 +144,7 @@ def test_reductions_that_would_lose_gradients_or_bits_are_refused() -> None:
         "number format of the parameters, bfloat16, but precision.reduce = 'float32'; set precision.parameters = "
         "'float32', or reduce them once per step (shard.level 1 or 3)",
     )
-    # One microbatch adds up nothing.
+    # One microbatch adds up nothing, and over dp_replicate FSDP2 adds up in float32.
     assert resolve_plan(pure, meta_model("llama"), BatchShape(2, 1, 12), 2)
+    copies = pure.model_copy(update={"mesh": MeshPlan(dp_replicate=2, dp_shard=2)})
+    assert resolve_plan(copies, meta_model("llama"), BATCH, 4)

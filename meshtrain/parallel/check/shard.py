@@ -45,7 +45,9 @@ def _check_each_microbatch(plan: ParallelPlan, batch: BatchShape) -> Problems:
             "of the weights in passes without the hooks of FSDP2",
             "use 1F1B or Interleaved1F1B, or reduce them once per step (shard.level 1 or 3)",
         )
-    if precision.reduce != precision.parameters == "bfloat16" and num_microbatches(plan, batch) > 1:
+    # Over dp_replicate, FSDP2 adds up the parts in the format of the reduction.
+    adds_up = num_microbatches(plan, batch) > 1 and plan.mesh.dp_replicate == 1
+    if precision.reduce != precision.parameters == "bfloat16" and adds_up:
         yield Problem(
             f"{setting} reduces the gradients of each microbatch and adds them up in the number format of the "
             f"parameters, bfloat16, but precision.reduce = {precision.reduce!r}",
