@@ -127,6 +127,10 @@ def test_contradictions_of_a_level_are_refused() -> None:
         "shard.level = 2 reduces gradients 'each_microbatch', but shard.reduce_gradients = 'each_step'; leave it out, "
         "or set shard.level = 1",
     )
+    assert problems(make_plan("llama", mesh={"dp_replicate": 2, "dp_shard": 1}, shard={"level": 1})) == (
+        "shard.level = 1 shards over dp_shard and cp, but each of the 2 copies of dp_replicate holds all; set "
+        "mesh.dp_shard = 2 in place of dp_replicate, or leave the level out",
+    )
 
 
 def test_reductions_that_would_lose_gradients_or_bits_are_refused() -> None:

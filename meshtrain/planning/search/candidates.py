@@ -196,7 +196,8 @@ def _variants(
     is_split = SCHEDULES[schedule].splits_backward and pp > 1
     rows = [2**power for power in range(MOST_ROWS.bit_length()) if 2**power <= per_rank]
     level = resolve_shard(config.plan)
-    if is_split and level.reduces_each_microbatch:
+    shards_nothing = shard == 1 and replicate > 1 and level.level in WHOLE_PARAMETERS
+    if shards_nothing or (is_split and level.reduces_each_microbatch):
         return
     # `check` refuses others, because torch would lose gradients, or because of the level.
     is_kept = is_split or shard == 1 or level.level in WHOLE_PARAMETERS
