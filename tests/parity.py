@@ -31,6 +31,7 @@ from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import build_pipeline, replicas
+from meshtrain.parallel.check.shard import resolve_shard
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.case import Rows, Trace, make_batches, with_noise
@@ -114,6 +115,9 @@ class Case:
     compiled: bool = False
     rows: Rows = "joined"
     reshard: str = "auto"
+    level: int = 3
+    reduction: str = "auto"
+    prefetch: int | str = "implicit"
     offload: str = "none"
     precision: PrecisionPlan = PROOF
     chunk_tokens: int = 0
@@ -125,7 +129,6 @@ class Case:
     def plan(self) -> ParallelPlan:
         pp, dp_replicate, dp_shard, tp = self.mesh
         stages = pp * self.stages_per_rank
-        reshard = {"auto": "never" if pp > 1 or dp_shard == 1 else "always"}.get(self.reshard, self.reshard)
         plan = ParallelPlan(
             mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
             pipeline=PipelinePlan(
@@ -133,7 +136,13 @@ class Case:
                 stages_per_rank=self.stages_per_rank,
                 layers_per_stage=list(self.layers) or [4 // stages] * stages,
             ),
-            shard=ShardPlan(reshard_after_forward=reshard, offload=self.offload),
+            shard=ShardPlan(
+                level=self.level,
+                reshard_after_forward=self.reshard,
+                reduce_gradients=self.reduction,
+                prefetch=self.prefetch,
+                offload=self.offload,
+            ),
             precision=self.precision,
             recompute=RecomputePlan(
                 mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)
@@ -142,7 +151,8 @@ class Case:
             loss=LossPlan(chunk_tokens=self.chunk_tokens),
         )
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
-        return plan.model_copy(update={"tensor": _family(MODELS[self.model].type or "").model_copy(update=switches)})
+        tensor = _family(MODELS[self.model].type or "").model_copy(update=switches)
+        return plan.model_copy(update={"tensor": tensor, "shard": resolve_shard(plan)})
 
 
 @functools.cache

@@ -127,20 +127,22 @@ class StaticStage(PipelineStage):
     so there is nothing to clean up. The stages also vote whether to infer, and a simulated process
     cannot read the result. And torch allocates the memory for the messages of all microbatches at
     once; here it is allocated when a message is awaited, and freed after its use. Its backward pass
-    leaves parameters gathered, even if the next forward pass of the stage frees them.
+    leaves parameters gathered, even if the next forward pass of the stage frees them, and it never
+    reduces gradients before the last one is done.
     Holds: torch 2.11 to 2.13; the vote is new in 2.13.
 
     Args:
         args: of torch's stage.
         frees_gathered: whether each backward pass frees gathered parameters.
+        reduces_each: whether each backward pass reduces its gradients.
         kwargs: of torch's stage.
     """
 
     _MODES: Any = getattr(pipelining_utils, "InferenceMode", None)
 
-    def __init__(self, *args: Any, frees_gathered: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, frees_gathered: bool, reduces_each: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._frees_gathered = frees_gathered
+        self._frees_gathered, self._reduces_each = frees_gathered, reduces_each
 
     @property
     def _inference_mode(self) -> Any:
@@ -199,12 +201,21 @@ class StaticStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        if not (self._frees_gathered and isinstance(self.submod, FSDPModule) and backward_type == "full"):
+        keeps_all = not (self._frees_gathered or self._reduces_each)
+        if keeps_all or not isinstance(self.submod, FSDPModule) or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # torch would keep gathered parameters until the next forward pass frees them.
-        self.submod.set_is_last_backward(False)
-        self.submod.set_requires_gradient_sync(False)
+        ends = last_backward and self._reduces_each
+        self.submod.set_is_last_backward(ends)
+        self.submod.set_requires_gradient_sync(self._reduces_each)
+        # The parts of gradients are summed over dp_replicate once.
+        self.submod.set_requires_all_reduce(ends)
+        self.submod.set_reshard_after_backward(self._frees_gathered or ends)
         return stage_backward(*(bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))), None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # The last backward pass has reduced all gradients.
+        if not self._reduces_each:
+            super().perform_reduce_grad(grad_scale_factor)
 
     def _allocate(self, received: Iterable[Any]) -> None:
         for it in received:

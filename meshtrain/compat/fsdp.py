@@ -86,13 +86,15 @@ def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     Args:
         filled: sharded parameters; changed in place.
     """
+    group = _group(module)
+    is_first = group is None or group._partial_reduce_output is None
     for held in _held(module):
         if not _lacks_gradient(held):
             filled.discard(held.sharded_param)
             continue
         held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
-        # With two forward passes before one backward pass, the other may have added a gradient.
-        if held.sharded_param.grad is None:
+        # An earlier backward pass of the step may have added a gradient.
+        if is_first and held.sharded_param.grad is None:
             filled.add(held.sharded_param)
 
 
@@ -117,12 +119,13 @@ def forget_gathered_gradients(module: FSDPModule) -> None:
 
 
 def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
-    """Return the gradients that FSDP2 keeps for gathered parameters until it reduces them.
+    """Return the gradients that FSDP2 keeps until it reduces them, or sums them over copies.
 
     Why: they are not in the `grad` of any parameter that a program sees.
     Holds: torch 2.11 to 2.13.
     """
-    found = []
+    group = _group(module)
+    found = [] if group is None else [group._partial_reduce_output]
     for held in _held(module):
         found.append(held.unsharded_accumulated_grad)
         if _has_been_gathered(held):

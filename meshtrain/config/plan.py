@@ -116,13 +116,30 @@ class ContextPlan(Settings):
 class ShardPlan(Settings):
     """Sharding of parameters, gradients and optimizer state over dp_shard and cp (FSDP2)."""
 
+    level: Literal[1, 2, 3] = 3
+    """What each process holds only its part of, as in ZeRO: 1 the optimizer state, 2 also the
+    gradients, 3 also the parameters. The master copy of the parameters is always sharded. At levels
+    1 and 2, full parameters in the number format of the computation are kept from the first forward
+    pass of a step to the last backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Whether gathered parameters are freed after each pass of a layer. `auto` is `never` with a
-    pipeline or without sharding, and `always` otherwise."""
+    """Whether gathered parameters are freed after each pass of a layer. `auto` is `never` at levels
+    1 and 2, with a pipeline or without sharding, and `always` otherwise."""
+    reduce_gradients: Literal["auto", "each_step", "each_microbatch"] = "auto"
+    """When gradients are summed over processes. `each_step` sends them once per step, and until
+    then keeps full gradients. `each_microbatch` keeps only this process's part of them, and sends
+    them once per microbatch. `auto` is `each_microbatch` at level 2, and `each_step` otherwise. In
+    a program without a pipeline, every backward pass reduces."""
+    prefetch: Literal["implicit"] | Count = "implicit"
+    """Number of layers that are gathered ahead of the one that computes, in both directions.
+    `implicit` leaves it to FSDP2: on a GPU, one layer ahead as long as the host is ahead of it."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps parameters, gradients and optimizer state in host memory, where the optimizer
-    also runs. The parameters of a layer are on the GPU only while they are used. Without an
-    accelerator this changes nothing."""
+    also runs. Gathered parameters are on the GPU. Without an accelerator this changes nothing."""
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Return whether a resolved plan reduces gradients in every backward pass."""
+        return self.reduce_gradients == "each_microbatch"
 
 
 class LossScalePlan(Settings):
@@ -167,7 +184,8 @@ class PrecisionPlan(Settings):
     scaling."""
     reduce: Dtype = "float32"
     """Number format in which gradients are summed over microbatches and over the data-parallel
-    axes."""
+    axes. Where each microbatch reduces its gradients, and dp_replicate is 1, the sum over
+    microbatches is in the format of the parameters."""
     loss_scale: LossScalePlan = LossScalePlan()
     """Dynamic loss scaling, for `compute` = "float16" only."""
 

@@ -34,7 +34,7 @@ from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.schedule import ForwardMessages
-from meshtrain.parallel.shard import defer_reduction, reshard
+from meshtrain.parallel.shard import prepare_backward, reshard
 from meshtrain.parallel.tensor.collectives import shard_width
 from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tied import TiedCopies
@@ -270,9 +270,8 @@ def _run_one_stage(
     (stage,) = pipeline.stages
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
-    never = pipeline.plan.shard.reshard_after_forward == "never"
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
-        defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
+        prepare_backward(stage.model, pipeline.plan.shard, is_last=number == len(microbatches))
         pipeline.activity.enter("forward", stage.index, number - 1)
         loss = loss_function(stage.compute((), **microbatch), targets)
         if not loss.requires_grad:
@@ -366,6 +365,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
         output_args=tuple(sent),
         group=pipeline.peers,
         frees_gathered=pipeline.plan.shard.reshard_after_forward == "always",
+        reduces_each=pipeline.plan.shard.reduces_each_microbatch,
     )
 
 

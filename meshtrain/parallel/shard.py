@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from meshtrain.compat.fsdp import (
     gathered_parameters,
 )
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, REPLICA_AXES
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, ShardPlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.mesh import fsdp_mesh
@@ -66,6 +67,8 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         alone = _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
         shard(layer, ignored_params=shared | alone)
     shard(stage.model)
+    if plan.shard.prefetch != "implicit" and plan.mesh.is_sharded:
+        _prefetch(stage, plan.shard.prefetch)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes, so gradients are summed.
         # Without the forced sum, torch would use a pre-multiplied reduction, which gloo lacks.
@@ -94,6 +97,20 @@ def _shard_experts(
     return set()
 
 
+def _prefetch(stage: Stage, depth: int) -> None:
+    """Gather some layers of a stage ahead, in both directions."""
+    # A layer may have experts that are gathered by themselves.
+    layers = [fsdp_modules(layer) for layer in stage.own_layers()]
+    root = stage.model
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch([*chain(*layers[:depth])])
+    # The backward pass begins in the root.
+    root.set_modules_to_backward_prefetch([*chain(*layers[::-1][:depth])])
+    for number, (layer, *_) in enumerate(layers):
+        layer.set_modules_to_forward_prefetch([*chain(*layers[number + 1 :][:depth])])
+        layer.set_modules_to_backward_prefetch([*chain(*layers[:number][::-1][:depth])])
+
+
 def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
     counts = Counter(parameter for layer in layers for parameter in layer.parameters())
     return {parameter for parameter, count in counts.items() if count > 1}
@@ -111,17 +128,20 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> None:
-    """Let gradients add up on this process until the last microbatch of a step.
+def prepare_backward(model: nn.Module, plan: ShardPlan, *, is_last: bool) -> None:
+    """Tell FSDP2 what the next backward pass of a model without a pipeline does.
 
     Args:
         model: with the modules that FSDP2 manages.
-        is_last: whether the next backward pass is that of the last microbatch.
-        keep_gathered: keep gathered parameters in memory until that pass as well.
+        plan: resolved. It says whether gathered parameters are kept until the last backward pass
+            of a step, and whether gradients add up on this process until then.
+        is_last: whether it is the backward pass of the last microbatch.
     """
     for module in fsdp_modules(model):
-        module.set_requires_gradient_sync(is_last, recurse=False)
-        if keep_gathered:
+        module.set_requires_gradient_sync(is_last or plan.reduces_each_microbatch, recurse=False)
+        # The parts of gradients are summed over dp_replicate once.
+        module.set_requires_all_reduce(is_last, recurse=False)
+        if plan.reshard_after_forward == "never":
             module.set_reshard_after_backward(is_last, recurse=False)
 
 

@@ -19,9 +19,9 @@ def smaller(config: RunConfig, plan: ParallelPlan, *, may_offload: bool) -> Iter
         yield _changed(config, "recompute", mode="selective")
     if plan.recompute.mode != "full":
         yield _changed(config, "recompute", mode="full")
-    is_gathered = plan.mesh.is_sharded and plan.shard.reshard_after_forward == "never"
-    if is_gathered and not SCHEDULES[plan.pipeline.schedule].splits_backward:
-        yield _changed(config, "shard", reshard_after_forward="always")
+    splits_backward = plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
+    if plan.mesh.is_sharded and not splits_backward:
+        yield from _more_sharded(config, plan)
     if plan.mesh.tp > 1 and not plan.tensor.sequence_parallel:
         yield _changed(config, "tensor", sequence_parallel=True)
     if config.micro_batch_size % 2 == 0:
@@ -33,6 +33,23 @@ def smaller(config: RunConfig, plan: ParallelPlan, *, may_offload: bool) -> Iter
         words, both = _changed(full, "shard", offload="cpu")
         if plan.recompute.mode != "full":
             yield f"plan.recompute.mode=full {words}", both
+
+
+def _more_sharded(config: RunConfig, plan: ParallelPlan) -> Iterator[tuple[str, RunConfig]]:
+    shard = plan.shard
+    each: dict[str, object] = {"reduce_gradients": "each_microbatch"}
+    adds_up = config.global_batch_size > config.micro_batch_size * plan.mesh.data_degree
+    if shard.level == 1 and adds_up:
+        yield _changed(config, "shard", level=2)
+    if shard.level == 3 and shard.reduce_gradients == "each_step" and adds_up:
+        yield _changed(config, "shard", **each)
+    if shard.reshard_after_forward == "never":
+        freed: dict[str, object] = {} if shard.level == 3 else {"level": 3}
+        freed["reshard_after_forward"] = "always"
+        if shard.level != 2:
+            yield _changed(config, "shard", **freed)
+        if adds_up or shard.level == 2:
+            yield _changed(config, "shard", **freed, **each)
 
 
 def _changed(config: RunConfig, table: str, **values: object) -> tuple[str, RunConfig]:

@@ -72,9 +72,7 @@ def plan_table(resolved: ResolvedRun) -> Table:
     if plan.mesh.ep > 1:
         rows.append(("experts", _experts(plan, model)))
     if plan.mesh.is_sharded:
-        rows.append(
-            ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
-        )
+        rows.append(("shard", _shard(plan)))
     if plan.shard.offload == "cpu":
         rows.append(("offload", "parameters, gradients and optimizer state in host memory"))
     precision = plan.precision
@@ -89,6 +87,17 @@ def plan_table(resolved: ResolvedRun) -> Table:
     chunk = plan.loss.size
     rows.append(("loss", f"logits in chunks of {chunk:,} tokens" if chunk else "all logits at once"))
     return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
+
+
+def _shard(plan: ParallelPlan) -> str:
+    """Return what is sharded, when parameters are freed, and when gradients are reduced."""
+    shard = plan.shard
+    parts = [
+        f"level {shard.level} over {plan.mesh.fsdp_degree} ranks",
+        f"reshard after forward: {shard.reshard_after_forward}",
+        f"gradients reduced {shard.reduce_gradients.replace('_', ' ')}",
+    ]
+    return ", ".join(parts if shard.prefetch == "implicit" else [*parts, f"{shard.prefetch} layers gathered ahead"])
 
 
 def _context(resolved: ResolvedRun) -> str:

@@ -29,6 +29,7 @@ CASES: dict[int, list[Case]] = {
         ("gpt2-odd", {"tp": 2}, {}),
         ("llama-tied", {"tp": 2}, SP),
         ("qwen3", {"dp_shard": 2}, {}),
+        ("llama-tied", {"dp_shard": 2}, {"shard": {"level": 2, "prefetch": 1}}),
         ("llama-untied", {"dp_replicate": 2}, {}),
         ("gpt2-tied", {"pp": 2}, {}),
     ],
@@ -179,7 +180,11 @@ V_SHAPED = {"pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}}
     "cases",
     [
         [("llama-tied", {"pp": 2}, {}), ("llama-tied", {"pp": 2}, V_SHAPED)],
-        [("llama-tied", {"pp": 2, "dp_replicate": 2}, {}), ("llama-tied", {"pp": 2, "dp_shard": 2}, {})],
+        [
+            ("llama-tied", {"pp": 2, "dp_replicate": 2}, {}),
+            ("llama-tied", {"pp": 2, "dp_shard": 2}, {}),
+            ("llama-tied", {"pp": 2, "dp_shard": 2}, {"shard": {"level": 2}}),
+        ],
     ],
     ids=["2 ranks", "4 ranks"],
 )

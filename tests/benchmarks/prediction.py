@@ -46,6 +46,8 @@ PLANS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "llama, ddp, small microbatches": (LLAMA, 1, {"mesh": {"dp_replicate": 2, "dp_shard": 1}}),
     "llama, fsdp": (LLAMA, 2, {"mesh": {"dp_shard": 2}}),
     "llama, fsdp, gathered": (LLAMA, 2, {"mesh": {"dp_shard": 2}, "shard": {"reshard_after_forward": "never"}}),
+    "llama, fsdp, level 2": (LLAMA, 1, {"mesh": {"dp_shard": 2}, "shard": {"level": 2}}),
+    "llama, fsdp, two layers ahead": (LLAMA, 2, {"mesh": {"dp_shard": 2}, "shard": {"prefetch": 2}}),
     "llama, fsdp, recomputed": (LLAMA, 2, {"mesh": {"dp_shard": 2}, "recompute": {"mode": "full"}}),
     "llama, fsdp, selective": (LLAMA, 1, {"mesh": {"dp_shard": 2}, "recompute": {"mode": "selective"}}),
     "llama, tp": (LLAMA, 2, {"mesh": {"tp": 2, "dp_shard": 1}}),

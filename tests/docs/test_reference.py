@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 from typing import Any, Literal, get_args
 
@@ -67,7 +68,7 @@ def test_every_allowed_value_is_on_the_page(kind: Literal["run", "plan", "corpus
         part: Any = subschema(schema, tuple(key.split(".")))
         for form in part.get("anyOf", [part]):
             for word in form.get("enum", ()):
-                assert f'`"{word}"`' in text, f"{key}: {word}"
+                assert f"`{json.dumps(word)}`" in text, f"{key}: {word}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -142,6 +142,12 @@ def test_run_with_offloading_learns_as_without(folders: Folder) -> None:
     assert losses(offloaded) == pytest.approx(plain, rel=1e-5)
 
 
+def test_run_at_another_level_of_sharding_learns_as_without(folders: Folder) -> None:
+    plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
+    level = ("plan.mesh.dp_shard=2", "plan.shard.level=2", "plan.shard.prefetch=2", "plan.shard.offload=cpu")
+    assert losses(trained(folders("level"), 2, *level)) == pytest.approx(plain, rel=1e-5)
+
+
 def test_run_in_float16_scales_its_loss(folders: Folder) -> None:
     metrics = trained(folders("float16"), 1, "plan.precision.compute=float16")
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))

@@ -39,12 +39,15 @@ CASES = {
         Case("llama-untied", (1, 2, 1, 1)),
         Case("llama-untied", (1, 1, 2, 1)),
         Case("llama-untied", (1, 1, 1, 2)),
+        Case("llama-untied", (1, 1, 2, 1), level=2),
     ],
     4: [
         Case("llama-untied", (2, 1, 2, 1)),
         Case("llama-untied", (2, 2, 1, 1)),
         Case("llama-untied", (1, 2, 2, 1)),
         Case("llama-untied", (1, 1, 2, 2)),
+        Case("llama-untied", (2, 1, 2, 1), level=2),
+        Case("llama-untied", (1, 2, 2, 1), level=2),
     ],
 }
 

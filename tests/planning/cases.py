@@ -72,6 +72,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp": {"mesh": {"dp_shard": 2}},
     "fsdp, bfloat16": {"mesh": {"dp_shard": 2}, "precision": {"compute": "bfloat16"}},
     "fsdp, recomputed": {"mesh": {"dp_shard": 2}, "recompute": {"mode": "full"}},
+    "fsdp, level 2": {"mesh": {"dp_shard": 2}, "shard": {"level": 2}},
+    "fsdp, level 2, bfloat16": {
+        "mesh": {"dp_shard": 2},
+        "shard": {"level": 2, "prefetch": 1},
+        "precision": {"compute": "bfloat16"},
+    },
+    "fsdp, reduced each microbatch": {"mesh": {"dp_shard": 2}, "shard": {"reduce_gradients": "each_microbatch"}},
+    "fsdp, two layers ahead": {"mesh": {"dp_shard": 2}, "shard": {"prefetch": 2}},
+    "copies of fsdp, level 2": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "shard": {"level": 2}},
     "tp": {"mesh": {"tp": 2, "dp_shard": 1}},
     "tp, parts of the sequence": {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
     "tp, selective": {"mesh": {"tp": 2, "dp_shard": 1}, "recompute": {"mode": "selective"}},
@@ -90,6 +99,12 @@ PLANS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"},
     },
     "pp x fsdp": {"mesh": {"pp": 2, "dp_shard": 2}},
+    "pp x fsdp, level 2": {"mesh": {"pp": 2, "dp_shard": 2}, "shard": {"level": 2}},
+    "pp, interleaved x fsdp, level 2": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+        "shard": {"level": 2},
+    },
     "pp, interleaved x fsdp": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},

@@ -1,13 +1,18 @@
 """`meshtrain plan --gpu` says what a run needs, and whether it fits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshtrain import cli
+from meshtrain.planning.changes import smaller
 from meshtrain.planning.machine import GIB, find_machine, shipped_machines
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.run import SimulatedRun
+from meshtrain.training.resolve import resolve_run
+from tests.benchmarks.prediction import LLAMA
+from tests.benchmarks.prediction import make_run as make_prediction
 from tests.planning.cases import PLANS, make_run
 from tests.planning.files import MACHINE, RUN, write_machine, write_run
 from tests.ranks import run_on_ranks
@@ -120,3 +125,23 @@ def test_operator_that_needs_values_is_named() -> None:
         "known before a run; leave out --gpu; `meshtrain check` still shows the bytes of parameters, gradients and "
         "optimizer state"
     )
+
+
+EACH, FREED = "reduce_gradients=each_microbatch", "reshard_after_forward=always"
+
+
+@pytest.mark.parametrize(
+    ("shard", "changes"),
+    [
+        ({"level": 1}, ["level=2", f"level=3 {FREED}", f"level=3 {FREED} {EACH}"]),
+        ({"level": 2}, [f"level=3 {FREED} {EACH}"]),
+        ({}, [EACH]),
+        ({"reshard_after_forward": "never"}, [EACH, FREED, f"{FREED} {EACH}"]),
+        ({"reduce_gradients": "each_microbatch"}, []),
+    ],
+)
+def test_advice_shards_more(shard: dict[str, Any], changes: list[str]) -> None:
+    config = make_prediction(LLAMA, 1, {"mesh": {"dp_shard": 2}, "shard": shard})
+    plan = resolve_run(config, 2).plan
+    found = [words for words, _ in smaller(config, plan, may_offload=False)]
+    assert [words.replace("plan.shard.", "") for words in found if "plan.shard." in words] == changes

@@ -35,6 +35,10 @@ PLANS: dict[str, dict[str, Any]] = {
         "shard": {"reshard_after_forward": "never"},
         "recompute": {"mode": "selective", "every": 2},
     },
+    "fsdp, two layers ahead, reduced each microbatch": {
+        "mesh": {"dp_shard": 2},
+        "shard": {"prefetch": 2, "reduce_gradients": "each_microbatch"},
+    },
     "tp": {"mesh": {"tp": 2, "dp_shard": 1}},
     "fsdp x tp, parts of the sequence": {
         "mesh": {"tp": 2, "dp_shard": 2},
@@ -47,6 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"},
         "recompute": FULL,
     },
+    "pp x fsdp, level 2": {"mesh": {"pp": 2, "dp_shard": 2}, "shard": {"level": 2, "prefetch": 3}},
     "pp, interleaved": {
         "mesh": {"pp": 2, "dp_shard": 1},
         "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},

@@ -219,6 +219,13 @@ def test_every_setting_is_varied_unless_it_is_pinned(run_file: str) -> None:
     assert len({it.pp for it in few}) > 1
 
 
+def test_candidates_keep_the_level_of_sharding(run_file: str) -> None:
+    found = list(candidates(config_of(run_file, "plan.shard.level=2"), [], 8, LAYERS, 4))
+    assert {it.reshard for it in found} == {"never"}
+    assert {it.schedule for it in found} == {"1F1B", "Interleaved1F1B"}
+    assert not [it for it in found if it.dp_replicate > 1 and it.dp_shard == 1]
+
+
 def candidate(pp: int, replicate: int, shard: int, tp: int, rows: int, **changed: Any) -> Candidate:
     usual = Candidate(
         pp=pp,

@@ -210,7 +210,7 @@ def test_passes_gather_what_reshard_after_forward_frees(plan: str, number: int) 
     assert found == number
 
 
-@pytest.mark.parametrize("plan", ["one process", "fsdp"])
+@pytest.mark.parametrize("plan", ["one process", "fsdp", "fsdp, level 2", "copies of fsdp, level 2"])
 def test_many_microbatches_without_a_pipeline_are_put_together_from_few(plan: str) -> None:
     run = make_run("llama", PLANS[plan], microbatches=7)
     (alone,) = run_on_ranks(1, simulated, run, joins=False)
@@ -234,6 +234,15 @@ def test_gradients_before_and_after_their_reduction_are_told_apart(plan: str) ->
         parameters, gradients, _ = state_bytes(memory_use(profile))
         assert gradients == parameters
         assert memory_use(profile).at_peak[Role.UNREDUCED] == 2 * parameters
+
+
+def test_gradients_that_each_microbatch_reduces_are_never_whole() -> None:
+    ((whole, _), (parts, _)) = (
+        run_on_ranks(1, simulated, make_run("llama", PLANS[plan]), joins=False)[0] for plan in ("fsdp", "fsdp, level 2")
+    )
+    parameters, gradients, _ = state_bytes(memory_use(parts))
+    assert gradients == parameters
+    assert memory_use(parts).at_peak.get(Role.UNREDUCED, 0) < parameters < memory_use(whole).at_peak[Role.UNREDUCED]
 
 
 def test_offloaded_state_is_in_host_memory() -> None:

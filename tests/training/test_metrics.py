@@ -128,7 +128,7 @@ def test_output_starts_with_the_layout_of_the_run(run: tuple[RunConfig, list[str
     lines = [" ".join(line.split()) for line in run[1][0].splitlines()]
     assert [line for line in lines if line.startswith(("pipeline", "shard", "offload", "stage ", "0 ", "1 "))] == [
         "pipeline 1F1B, layers per stage [2, 2]",
-        "shard over 2 ranks, reshard after forward: never",
+        "shard level 3 over 2 ranks, reshard after forward: never, gradients reduced each step",
         "stage ranks holds parameters per rank MB parameters MB gradients MB optimizer",
         "0 0-1 embedding, layers 0-1 36,032 18,016 0.14 0.14 0.29",
         "1 2-3 layers 2-3, head 35,072 17,536 0.14 0.14 0.28",

@@ -231,8 +231,8 @@ def stop_at_the_minimum() -> str:
 
 
 def test_overflow_on_one_process_skips_the_step_on_all() -> None:
-    case = Case("llama-tied", (2, 1, 1, 2))
-    for answer in [*run_on_ranks(4, overflow, case), *run_on_ranks(2, overflow, Case("gpt2-tied", (1, 1, 2, 1)))]:
+    cases = [Case("llama-tied", (2, 1, 1, 2)), *(Case("gpt2-tied", (1, 1, 2, 1), level=level) for level in (2, 3))]
+    for answer in [answer for case in cases for answer in run_on_ranks(case.world_size, overflow, case)]:
         first, skipped, last = answer["results"]
         assert [result.is_skipped for result in answer["results"]] == [False, True, False]
         assert answer["unchanged"]

@@ -8,14 +8,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
-from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan, ShardPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.errors import UserError
@@ -105,6 +105,23 @@ CHAIN = (
     build_plan((1, 1, 1, 1)),
     build_plan((2, 1, 1, 2)),
 )
+
+
+def test_levels_of_sharding_resume_each_other(tmp_path: Path) -> None:
+    def with_level(mesh: Mesh, level: Literal[1, 2, 3]) -> ParallelPlan:
+        return build_plan(mesh).model_copy(update={"shard": ShardPlan(level=level)})
+
+    two, four = (1, 1, 2, 1), (2, 1, 2, 1)
+    plans = [with_level(two, 3), with_level(two, 1), with_level(four, 2), with_level(two, 3)]
+    whole = build_run(tmp_path / "whole", "gpt2", plans[0], steps=len(plans))
+    expected = train_on_ranks(whole)
+    traveling = build_run(tmp_path / "traveling", "gpt2", plans[0], steps=1)
+    seen = {}
+    for step, plan in enumerate(plans, start=1):
+        seen |= train_on_ranks(traveling.model_copy(update={"plan": plan, "steps": step}))
+    assert seen == expected
+    for one, other in zip(values(traveling), values(whole), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "qwen3"])

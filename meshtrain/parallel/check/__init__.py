@@ -8,6 +8,7 @@ Modules:
     experts: whether experts can lie on several ranks of ep.
     head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
+    shard: levels of sharding, and when gradients are reduced.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
 The package itself has `resolve_plan`, which runs all checks and fills in the open settings, and
@@ -28,6 +29,7 @@ from meshtrain.parallel.check.context import check_context, resolve_context
 from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
+from meshtrain.parallel.check.shard import check_shard, resolve_shard
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
 from meshtrain.parallel.router_loss import find_formula
@@ -78,17 +80,12 @@ def resolve_plan(
     if problems:
         raise PlanError(problems)
     layers = resolve_layers(plan, model, batch)
-    reshard = plan.shard.reshard_after_forward
-    if reshard == "auto":
-        # With a pipeline, each microbatch would gather the parameters again. Without sharding,
-        # freeing them saves nothing.
-        reshard = "never" if mesh.pp > 1 or not mesh.is_sharded else "always"
     pipeline = plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None})
     plan = plan.model_copy(update={"pipeline": pipeline})
     return plan.model_copy(
         update={
             "context": resolve_context(plan, model, batch),
-            "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
+            "shard": resolve_shard(plan),
             "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
     )
@@ -165,6 +162,7 @@ CHECKS: tuple[Check, ...] = (
     check_experts,
     check_pipeline,
     check_stages,
+    check_shard,
     _check_recompute,
     _check_rotary,
     check_head,

@@ -21,7 +21,7 @@ from meshtrain.parallel.cut.stage import find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
-from meshtrain.planning.assembly.layers import fewest_layers, likes
+from meshtrain.planning.assembly.layers import NEAREST, fewest_layers, likes
 from meshtrain.planning.assembly.processes import Shape
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, stream_problem
 from meshtrain.planning.simulation.models import build_run_model, full_model
@@ -94,8 +94,10 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     stages = _layers_of_stages(run)
     # Such a schedule computes the gradients of all weights of a stage in one pass.
     all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
+    ahead = run.plan.shard.prefetch
+    reach = NEAREST if ahead == "implicit" else NEAREST.gathering(ahead)
     kept = [
-        layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers]))
+        layers if all_layers else tuple(layers[0] + at for at in fewest_layers([kinds[it] for it in layers], reach))
         for layers in stages
     ]
     model = build_run_model(replace(run, layers=tuple(layer for layers in kept for layer in layers)))
@@ -110,7 +112,7 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         StageOutline(
             layers,
             few,
-            tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few])) if layers else (),
+            tuple(likes([kinds[it] for it in layers], [it - layers[0] for it in few], reach)) if layers else (),
             tuple(parameters[it] for it in layers),
             shape,
             (*border, *(kinds[it] for it in layers)),

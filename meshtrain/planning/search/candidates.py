@@ -9,6 +9,7 @@ from typing import Any, Literal
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName, in_equal_rounds
+from meshtrain.parallel.check.shard import WHOLE_PARAMETERS, resolve_shard
 
 Reshard = Literal["always", "never"]
 Recompute = Literal["none", "selective", "full"]
@@ -194,9 +195,14 @@ def _variants(
     per_rank = config.global_batch_size // (replicate * shard)
     is_split = SCHEDULES[schedule].splits_backward and pp > 1
     rows = [2**power for power in range(MOST_ROWS.bit_length()) if 2**power <= per_rank]
-    usual: Reshard = "never" if pp > 1 or shard == 1 else "always"
-    # `check` refuses others, because torch would lose gradients.
-    reshards: list[str] = ["never"] if is_split or shard == 1 else ["always", "never"]
+    level = resolve_shard(config.plan)
+    shards_nothing = shard == 1 and replicate > 1 and level.level in WHOLE_PARAMETERS
+    if shards_nothing or (is_split and level.reduces_each_microbatch):
+        return
+    # `check` refuses others, because torch would lose gradients, or because of the level.
+    is_kept = is_split or shard == 1 or level.level in WHOLE_PARAMETERS
+    usual: Reshard = "never" if pp > 1 or is_kept else "always"
+    reshards: list[str] = ["never"] if is_kept else ["always", "never"]
     for size, recompute, sequence, reshard, offload in product(
         choices.of("micro_batch_size", rows),
         choices.of("plan.recompute.mode", ("none", "full") if is_split else RECOMPUTE),

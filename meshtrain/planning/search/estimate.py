@@ -120,7 +120,8 @@ class Estimator:
         if uses_fsdp:
             layer = max(self._sizes.layers) / candidate.tp * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
-            gradients = whole * self._reduce if number > 1 or candidate.pp > 1 else shard * self._parameter
+            is_whole = (number > 1 or candidate.pp > 1) and not self._plan.shard.reduces_each_microbatch
+            gradients = whole * self._reduce if is_whole else shard * self._parameter
             # The buffers of a gather and of a reduction.
             gathered += layer + max(self._sizes.layers) / candidate.tp * self._reduce
         else:
@@ -215,12 +216,13 @@ class Estimator:
         layers = len(sizes.layers) / candidate.pp
         # Which passes gather, and how often.
         passes, times = ((forward, backward), number) if candidate.reshard == "always" else ((forward,), 1)
+        reductions = number if self._plan.shard.reduces_each_microbatch else 1
         if not self._speed.is_asynchronous:
-            return layers * (times * len(passes) * gather + reduce)
+            return layers * (times * len(passes) * gather + reductions * reduce)
         # Nothing hides the gather of the first layer of a pass.
         first = candidate.stages_per_rank * len(passes) * gather
         later = layers * sum(max(0.0, gather - seconds) for seconds in passes)
-        return times * (first + later) + layers * max(0.0, reduce - backward)
+        return times * (first + later) + reductions * layers * max(0.0, reduce - backward)
 
     def _replica_seconds(self, candidate: Candidate, backward: float) -> float:
         """Return the seconds of the reduction over copies that nothing hides."""

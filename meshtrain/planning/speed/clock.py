@@ -69,12 +69,16 @@ class Clock:
         for action in actions:
             is_backward = action.phase.startswith("backward")
             if action.phase == "gradients":
-                self._wait(self._reductions_end, self.rates.fsdp_axis)
+                self.finish_reductions()
             for item in self._items(action):
                 if item.message is None:
                     self._compute(item)
                 else:
                     self._send(item.message, item.seconds, is_backward=is_backward)
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions of gradients."""
+        self._wait(self._reductions_end, self.rates.fsdp_axis)
 
     def add_message(self, axis: str, num_bytes: int, seconds: float) -> AxisTime:
         """Count a message, and return the times of its axis."""

@@ -115,6 +115,7 @@ class _Rank:
         self._before, self._passes, self._behind = profile.parts()
         self._program, self._next = program, 0
         self._stages = {it.stage for it in self._passes}
+        self._is_alone = all(it.do == "compute" for it in program)
 
     @property
     def is_done(self) -> bool:
@@ -164,6 +165,9 @@ class _Rank:
     def _run(self, kind: Kind, actions: Sequence[ActionProfile], of: Pass | None = None) -> None:
         begin = self.clock.now
         self.clock.run(actions)
+        if of is not None and of.phase == BACKWARD and self._is_alone:
+            # FSDP2 ends a backward pass when its gradients are reduced. In a pipeline it does not.
+            self.clock.finish_reductions()
         end, self.clock.now = self.clock.now, begin
         self._add(kind, end, of)
 
