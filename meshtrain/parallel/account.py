@@ -105,7 +105,7 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
     layers = plan.pipeline.layer_counts
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
-    structure, routes = find_borders(full, layers, getattr(torch, plan.precision.compute))
+    structure, routes = find_borders(full, layers, getattr(torch, plan.precision.activations))
     if plan.mesh.tp > 1 and may_cut_borders(structure, routes):
         localize(structure, resolve_rules(full, plan.tensor), 0, plan.mesh.tp)
     return messages_between(structure, routes, plan, rows, length)

@@ -28,7 +28,7 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
     Otherwise FSDP2 would only add a copy of every parameter and gradient per step.
     """
     precision = plan.precision
-    several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
+    several_formats = len({precision.parameters, precision.activations, precision.reduce}) > 1
     return plan.mesh.is_sharded or several_formats or plan.shard.offload == "cpu"
 
 
@@ -42,7 +42,7 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     if not needs_fsdp(plan):
         return
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
+        param_dtype=getattr(torch, plan.precision.activations), reduce_dtype=getattr(torch, plan.precision.reduce)
     )
     offload = _offload_policy(plan, mesh.device_type)
     data_mesh = fsdp_mesh(mesh)

@@ -13,6 +13,7 @@ from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.mixing import mixing_blocks
+from meshtrain.parallel.float8.layers import SKIPPED, float8_layers_of
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
 from meshtrain.training.resolve import ResolvedRun
@@ -75,6 +76,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
     rows.append(
         ("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}")
     )
+    if precision.compute == "float8":
+        rows.append(("float8", _float8(resolved)))
     recompute = plan.recompute
     rows.append(
         ("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}")
@@ -96,6 +99,18 @@ def _context(resolved: ResolvedRun) -> str:
         described += f"; attention of a layer gets {numbers}"
     blocks = sorted({as_pattern(name) for name in mixing_blocks(model)})
     return described + (f"; on full sequences: {', '.join(blocks)}" if blocks else "")
+
+
+def _float8(resolved: ResolvedRun) -> str:
+    """Return how many linear layers compute in float8, and which ones do not, and why."""
+    plan = resolved.plan
+    layers = float8_layers_of(resolved.model, plan)
+    number = len(layers.chosen) + len(layers.others)
+    described = f"{plan.precision.float8.recipe}, {len(layers.chosen)} of {number} linear layers of the decoder layers"
+    for reason, names in layers.reasons().items():
+        shown = plan.precision.float8.skip or () if reason == SKIPPED else names
+        described += f"; in bfloat16, {reason}: {name_some(shown, limit=8)}"
+    return described
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

@@ -283,7 +283,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
     gradient that lacks a sum is wrong by its own size.
     """
     mesh = pipeline.mesh
-    tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
+    tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.activations)).eps ** 0.5
     different = []
     for name, parameter in pipeline.trainable_parameters():
         if axis_size(mesh, TP) > 1 and not _is_sharded(parameter, TP):

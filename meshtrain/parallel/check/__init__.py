@@ -5,6 +5,7 @@ All contradictions are reported together.
 Modules:
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
+    float8: matrix products in float8.
     head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
@@ -24,6 +25,7 @@ from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
+from meshtrain.parallel.check.float8 import check_float8, resolve_float8
 from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
@@ -86,6 +88,7 @@ def resolve_plan(
     return plan.model_copy(
         update={
             "context": resolve_context(plan, model, batch),
+            "precision": resolve_float8(plan, model),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
             "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
@@ -160,6 +163,7 @@ CHECKS: tuple[Check, ...] = (
     check_sequence,
     check_context,
     check_tensor,
+    check_float8,
     check_pipeline,
     check_stages,
     _check_recompute,

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 
+import torch
+
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import DP_REPLICATE, DP_SHARD, PP, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
-from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
@@ -89,8 +90,8 @@ class Estimator:
         self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
         self._needs, self._speed = needs, speed
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
-        formats = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
-        self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
+        formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
+        self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)

@@ -1,0 +1,151 @@
+"""Compare the losses of number formats over many steps with those of bfloat16 in one process.
+
+python -m tests.benchmarks.precision [--steps 200]
+
+A small Llama and a small GPT-2 learn the transitions of a random chain, a new batch in each step.
+The table shows the mean loss of the last tenth of the steps, and its ratio to bfloat16.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshtrain.config.families import with_family
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.dtypes import DTYPES
+from meshtrain.parallel import build_pipeline
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.mesh import init_mesh
+from meshtrain.training.loss import build_loss
+from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.step import StepContext, train_step
+from meshtrain.verify.parallel import local_rows
+from tests.ranks import run_on_ranks
+
+VOCABULARY, ROWS, LENGTH = 256, 8, 32
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": LENGTH,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
+BFLOAT16 = {"compute": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        model: type of the model.
+        precision: table of the plan.
+        tables: other tables of the plan.
+    """
+
+    model: str
+    precision: dict[str, Any]
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return int(np.prod([*self.tables.get("mesh", {"tp": 1}).values()]))
+
+
+def chain_batches(steps: int) -> Iterator[dict[str, Tensor]]:
+    """Yield a global batch for each step, from a random chain of tokens."""
+    stream = torch.Generator().manual_seed(7)
+    chances = torch.softmax(2 * torch.randn(VOCABULARY, VOCABULARY, generator=stream), dim=1)
+    for _ in range(steps):
+        ids = [torch.randint(0, VOCABULARY, (ROWS,), generator=stream)]
+        for _ in range(LENGTH):
+            ids.append(torch.multinomial(chances[ids[-1]], 1, generator=stream).flatten())
+        rows = torch.stack(ids, dim=1)
+        yield {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def losses_of(training: Training, steps: int) -> list[float]:
+    """Return the loss of each step of a training, on the ranks."""
+    plan = ParallelPlan.model_validate(
+        {"mesh": {"dp_shard": 1}, "precision": training.precision, **training.tables}, strict=False
+    )
+    model = build_meta_model(
+        load_hf_config(ModelConfig(type=training.model, config=MODELS[training.model])),
+        dtype=DTYPES[plan.precision.parameters],
+    )
+    batch = BatchShape(ROWS, 2, LENGTH)
+    plan = resolve_plan(with_family(plan, training.model), model, batch, training.world_size)
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
+    )
+    pipeline.initialize(0)
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    context = StepContext(
+        pipeline=pipeline,
+        loss=build_loss(pipeline),
+        optimizer=build_optimizer(pipeline, optimizer),
+        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, steps),
+        max_gradient_norm=optimizer.max_gradient_norm,
+    )
+    return [
+        train_step(context, step, local_rows(pipeline, global_batch), np.arange(ROWS)).loss
+        for step, global_batch in enumerate(chain_batches(steps))
+    ]
+
+
+def last_loss(training: Training, steps: int) -> float:
+    """Return the mean loss of the last tenth of the steps of a training."""
+    losses = run_on_ranks(training.world_size, losses_of, training, steps, timeout=1200)[0]
+    return float(np.mean(losses[-max(1, steps // 10) :]))
+
+
+def _trainings(model: str) -> dict[str, Training]:
+    rowwise, tensorwise = ({"compute": "float8", "float8": {"recipe": name}} for name in ("rowwise", "tensorwise"))
+    whole: dict[str, Any] = {"compute": "float8", "float8": {"skip": []}}
+    hybrid = {"mesh": {"pp": 2, "dp_shard": 1, "tp": 2}, "tensor": {"sequence_parallel": model == "llama"}}
+    return {
+        "float8 rowwise": Training(model, rowwise),
+        "float8 tensorwise": Training(model, tensorwise),
+        "float8 rowwise, all layers": Training(model, whole),
+        "float8 rowwise, pp 2 x tp 2": Training(model, rowwise, hybrid),
+        "float8 tensorwise, dp_shard 2 x tp 2": Training(model, tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
+    }
+
+
+def main() -> None:
+    """Print a row for each training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    for model in MODELS:
+        expected = last_loss(Training(model, BFLOAT16), steps)
+        print(f"{model:6} {'bfloat16':40} {expected:.4f}", flush=True)
+        for name, training in _trainings(model).items():
+            loss = last_loss(training, steps)
+            print(f"{model:6} {name:40} {loss:.4f}  {loss / expected:.4f} x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
