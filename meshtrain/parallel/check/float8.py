@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
-from meshtrain.errors import Problem, UserError
+from meshtrain.errors import Problem, UserError, name_some
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.float8.layers import float8_layers_of, skip_patterns
 from meshtrain.parallel.tensor.rules import Problems
@@ -20,7 +20,7 @@ def check_float8(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
         return
     yield from layers.unused
     if not layers.chosen:
-        reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in layers.reasons().items())
+        reasons = "; ".join(f"{reason}: {name_some(names, limit=2)}" for reason, names in layers.reasons().items())
         yield Problem(
             "precision.compute = 'float8': no linear layer of the decoder layers can compute in it "
             f"({reasons or 'there is none'})",

@@ -54,7 +54,7 @@ def float8_linear(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None
 
     Source: FP8 formats for deep learning (arXiv:2209.05433).
     """
-    y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe).view(*x.shape[:-1], -1)  # type: ignore[no-untyped-call]
+    y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe).view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
