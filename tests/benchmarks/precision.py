@@ -1,9 +1,9 @@
 """Compare the losses of number formats over many steps with those of bfloat16 in one process.
 
-python -m tests.benchmarks.precision [--steps 200]
+python -m tests.benchmarks.precision [--steps 200] [--trainings NAME ...]
 
 A small Llama and a small GPT-2 learn the transitions of a random chain, a new batch in each step.
-The table shows the mean loss of the last tenth of the steps, and its ratio to bfloat16.
+A row shows the mean loss of the last tenth of the steps, and its ratio to bfloat16 in one process.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
+from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig, OptimizerState
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline
@@ -29,7 +29,7 @@ from meshtrain.training.step import StepContext, train_step
 from meshtrain.verify.parallel import local_rows
 from tests.ranks import run_on_ranks
 
-VOCABULARY, ROWS, LENGTH = 256, 8, 32
+VOCABULARY, ROWS, MICRO_ROWS, LENGTH = 256, 8, 4, 32
 LLAMA = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -62,11 +62,13 @@ class Training:
         model: type of the model.
         precision: table of the plan.
         tables: other tables of the plan.
+        state: number format of the moments of AdamW.
     """
 
     model: str
     precision: dict[str, Any]
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: OptimizerState = "parameters"
 
     @property
     def world_size(self) -> int:
@@ -95,13 +97,13 @@ def losses_of(training: Training, steps: int) -> list[float]:
         load_hf_config(ModelConfig(type=training.model, config=MODELS[training.model])),
         dtype=DTYPES[plan.precision.parameters],
     )
-    batch = BatchShape(ROWS, 2, LENGTH)
+    batch = BatchShape(ROWS, MICRO_ROWS, LENGTH)
     plan = resolve_plan(with_family(plan, training.model), model, batch, training.world_size)
     pipeline = build_pipeline(
-        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=MICRO_ROWS, seed=0, device=torch.device("cpu")
     )
     pipeline.initialize(0)
-    optimizer = OptimizerConfig(learning_rate=3e-3)
+    optimizer = OptimizerConfig(learning_rate=3e-3, state=training.state)
     context = StepContext(
         pipeline=pipeline,
         loss=build_loss(pipeline),
@@ -121,30 +123,36 @@ def last_loss(training: Training, steps: int) -> float:
     return float(np.mean(losses[-max(1, steps // 10) :]))
 
 
-def _trainings(model: str) -> dict[str, Training]:
+def _trainings() -> dict[str, Training]:
     rowwise, tensorwise = ({"compute": "float8", "float8": {"recipe": name}} for name in ("rowwise", "tensorwise"))
-    whole: dict[str, Any] = {"compute": "float8", "float8": {"skip": []}}
-    hybrid = {"mesh": {"pp": 2, "dp_shard": 1, "tp": 2}, "tensor": {"sequence_parallel": model == "llama"}}
+    hybrid = {"mesh": {"pp": 2, "dp_shard": 1, "tp": 2}, "tensor": {"sequence_parallel": True}}
     return {
-        "float8 rowwise": Training(model, rowwise),
-        "float8 tensorwise": Training(model, tensorwise),
-        "float8 rowwise, all layers": Training(model, whole),
-        "float8 rowwise, pp 2 x tp 2": Training(model, rowwise, hybrid),
-        "float8 tensorwise, dp_shard 2 x tp 2": Training(model, tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
+        "llama-rowwise": Training("llama", rowwise),
+        "llama-tensorwise": Training("llama", tensorwise),
+        "llama-all-layers": Training("llama", {"compute": "float8", "float8": {"skip": []}}),
+        "llama-rowwise-pp2-tp2": Training("llama", rowwise, hybrid),
+        "llama-tensorwise-dp2-tp2": Training("llama", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
+        "llama-moments": Training("llama", BFLOAT16, state="bfloat16"),
+        "gpt2-rowwise": Training("gpt2", rowwise),
+        "gpt2-tensorwise-dp2-tp2": Training("gpt2", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
     }
 
 
 def main() -> None:
     """Print a row for each training."""
+    trainings = _trainings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
-    for model in MODELS:
-        expected = last_loss(Training(model, BFLOAT16), steps)
-        print(f"{model:6} {'bfloat16':40} {expected:.4f}", flush=True)
-        for name, training in _trainings(model).items():
-            loss = last_loss(training, steps)
-            print(f"{model:6} {name:40} {loss:.4f}  {loss / expected:.4f} x", flush=True)
+    parser.add_argument("--trainings", nargs="+", choices=[*trainings], default=[*trainings])
+    options = parser.parse_args()
+    expected: dict[str, float] = {}
+    for name in options.trainings:
+        training = trainings[name]
+        if training.model not in expected:
+            expected[training.model] = last_loss(Training(training.model, BFLOAT16), options.steps)
+            print(f"{f'{training.model}-bfloat16':26} {expected[training.model]:.4f}", flush=True)
+        loss = last_loss(training, options.steps)
+        print(f"{name:26} {loss:.4f}  {loss / expected[training.model]:.4f} x", flush=True)
 
 
 if __name__ == "__main__":
