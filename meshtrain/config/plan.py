@@ -180,7 +180,8 @@ class PrecisionPlan(Settings):
     """Number formats of parameters, of the computation and of the reduction of gradients."""
 
     parameters: Dtype = "float32"
-    """Number format of parameters and optimizer state."""
+    """Number format of parameters, and of optimizer state unless `optimizer.state` of the run is
+    another."""
     compute: ComputeDtype = "float32"
     """Number format of the forward and backward passes. `float16` always uses dynamic loss
     scaling. `float8` is bfloat16, with the matrix products of linear layers in float8."""

@@ -1,6 +1,6 @@
 """Compare the losses of number formats over many steps with those of bfloat16 in one process.
 
-python -m tests.benchmarks.precision [--steps 200] [--trainings NAME ...]
+python -m tests.benchmarks.precision [--steps 200] [--trainings NAME ...] [--small]
 
 A small Llama and a small GPT-2 learn the transitions of a random chain, a new batch in each step.
 A row shows the mean loss of the last tenth of the steps, and its ratio to bfloat16 in one process.
@@ -144,7 +144,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--trainings", nargs="+", choices=[*trainings], default=[*trainings])
+    parser.add_argument("--small", action="store_true", help="a few steps of trainings in one process")
     options = parser.parse_args()
+    if options.small:
+        options.steps, options.trainings = 3, ["llama-tensorwise", "llama-moments"]
     expected: dict[str, float] = {}
     for name in options.trainings:
         training = trainings[name]

@@ -87,7 +87,7 @@ def plan_of(model_type: str, precision: dict[str, Any] = FLOAT8, **tables: Any) 
 def resolved(model: ModelConfig, plan: ParallelPlan) -> tuple[ParallelPlan, Any]:
     """Return the resolved plan of a model, and the model."""
     meta = build_meta_model(load_hf_config(model), dtype=torch.float32)
-    return resolve_plan(plan, meta, BatchShape(8, 1, 16), plan.mesh.fixed_degree), meta
+    return resolve_plan(plan, meta, BatchShape(8, 2, 16), plan.mesh.fixed_degree), meta
 
 
 def test_first_and_last_layer_stay_in_bfloat16_by_default() -> None:
@@ -161,16 +161,16 @@ class Products(TorchDispatchMode):
 
 
 def train(model: str, tables: dict[str, Any]) -> tuple[list[float], int]:
-    """Return the losses of three steps, and the number of float8 products of the first."""
+    """Return the losses of two steps, and the number of float8 products of the first."""
     plan, meta = resolved(MODELS[model], plan_of(model, **tables))
     pipeline = build_pipeline(
-        meta, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+        meta, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
     )
     pipeline.initialize(0)
     context = build_step_context(pipeline)
     with Products() as products:
         losses = [step_on_all_rows(context, 0)]
-    return [*losses, *(step_on_all_rows(context, step) for step in (1, 2))], products.number
+    return [*losses, step_on_all_rows(context, 1)], products.number
 
 
 def step_on_all_rows(context: StepContext, step: int) -> float:
@@ -197,8 +197,8 @@ def test_recomputation_repeats_products_only_where_it_should() -> None:
     ]
     ((bfloat16, *found),) = run_on_ranks(1, train_all, "llama", plans)
     plain = found[0][0]
-    # 7 linear layers in 4 decoder layers, and 8 microbatches.
-    products = 7 * 4 * 8
+    # 7 linear layers in 4 decoder layers, and 4 microbatches.
+    products = 7 * 4 * 4
     assert [number for _, number in found] == [3 * products, 4 * products, 3 * products, 3 * products, 3 * products]
     assert bfloat16[1] == 0
     assert found[1][0] == found[2][0] == plain

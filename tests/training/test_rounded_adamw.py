@@ -32,7 +32,7 @@ def test_rounding_keeps_the_mean_and_exact_values() -> None:
     found = rounded(value).float()
     # The neighbors are 1 and 1 + 2 ** -7; a quarter is rounded up.
     assert {*found.unique().tolist()} == {1.0, 1 + 2.0**-7}
-    assert (found > 1).float().mean() == pytest.approx(0.25, abs=0.005)
+    assert (found > 1).float().mean().item() == pytest.approx(0.25, abs=0.005)
     for other in (rounded(value, key=1), rounded(value.T.contiguous()).T):
         assert not torch.equal(other.float(), found)
     assert torch.equal(rounded(-value).float(), -found)
@@ -65,7 +65,7 @@ def test_small_changes_add_up() -> None:
     assert isinstance(optimizer, RoundedAdamW)
     assert found.dtype == torch.bfloat16
     # Rounding to the nearest would stop at the first value whose changes are below half a unit.
-    assert found.float().mean() == pytest.approx(exact.mean(), rel=0.005)
+    assert found.float().mean().item() == pytest.approx(exact.mean().item(), rel=0.005)
 
 
 def test_loaded_moments_are_cast_to_the_format_of_the_optimizer() -> None:
@@ -100,7 +100,7 @@ def steps_with_known_gradients(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def test_every_mesh_rounds_alike() -> None:
-    meshes = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (1, 1, 2, 2))
+    meshes = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 2))
     cases = [Case("gpt2-odd", mesh, precision=PrecisionPlan()) for mesh in meshes]
     (whole, *_), *others = (run_on_ranks(case.world_size, steps_with_known_gradients, case) for case in cases)
     assert {value["exp_avg"].dtype for value in whole.values()} == {torch.bfloat16}

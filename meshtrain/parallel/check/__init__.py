@@ -170,5 +170,5 @@ CHECKS: tuple[Check, ...] = (
     _check_rotary,
     check_head,
 )
-# These run the model on meta, which takes longest.
-RUNNING_CHECKS = (check_tensor, check_stages)
+# These run the model on meta, or copy it, which takes longest.
+RUNNING_CHECKS = (check_tensor, check_float8, check_stages)
