@@ -119,7 +119,7 @@ def losses_of(training: Training, steps: int) -> list[float]:
 
 def last_loss(training: Training, steps: int) -> float:
     """Return the mean loss of the last tenth of the steps of a training."""
-    losses = run_on_ranks(training.world_size, losses_of, training, steps, timeout=1200)[0]
+    losses = run_on_ranks(training.world_size, losses_of, training, steps, timeout=7200)[0]
     return float(np.mean(losses[-max(1, steps // 10) :]))
 
 
