@@ -165,7 +165,10 @@ def test_device_without_float8_is_refused(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
     done = refused_float8(folders("pp"))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == ""
+    assert done.stderr.splitlines()[-1] == (
+        "error: plan.precision.compute = 'float8' needs a GPU of NVIDIA with compute capability 8.9 or higher; NVIDIA "
+        "H100 80GB HBM3 has 8.6; compute in bfloat16"
+    )
 
 
 def test_eight_devices_learn_as_one_process(folders: Folder) -> None:
@@ -253,6 +256,7 @@ def test_every_place_that_names_cuda_was_executed(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
     trained(folders("offload"), 2, "plan.mesh.dp_shard=2", "plan.shard.offload=cpu")
     refused(folders("pp"))
+    refused_float8(folders("pp"))
     generated(folders("pp"))
     for name, folder in (("own_loop", "own_loop"), ("loaded_by_blocks", "blocks"), ("own_group", "own_group")):
         program(name, folders(folder))
