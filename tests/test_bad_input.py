@@ -104,6 +104,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             "of 1, 7, 49"
         ],
     ),
+    "float8 on shapes that no kernel multiplies": (
+        ["run.toml", "plan.precision.compute=float8", "model.config.n_embd=40"],
+        [
+            "precision.compute = 'float8': no linear layer of the decoder layers can compute in it (skipped: "
+            "transformer.h.*.attn.c_attn.q, transformer.h.*.attn.c_attn.k and 4 more; 40 inputs, not a multiple of "
+            "16: transformer.h.*.attn.c_attn.q, transformer.h.*.attn.c_attn.k and 3 more; 40 outputs, not a multiple "
+            "of 16: transformer.h.*.mlp.c_proj); compute in bfloat16, or change precision.float8.skip"
+        ],
+    ),
     "fewer layers than stages": (
         ["run.toml", "plan.mesh.pp=2", *INTERLEAVED, "model.config.n_layer=2"],
         ["mesh.pp x stages_per_rank makes 4 stages, but the model has only 2 layers; use fewer"],

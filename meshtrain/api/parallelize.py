@@ -42,7 +42,7 @@ from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.runtime.process import join_for_script
+from meshtrain.runtime.process import check_number_format, join_for_script
 from meshtrain.verify.first_use import ensure_model_proven
 
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
@@ -110,7 +110,9 @@ def parallelize(
     seed = None if seed is None else whole_number("parallelize: seed", seed)
     check_flag("parallelize: prove_unknown_class", prove_unknown_class)
     stock = _check_stock(model)
-    wanted = _complete(read_plan(plan), stock, mesh)
+    given = read_plan(plan)
+    check_number_format(given.precision.compute)
+    wanted = _complete(given, stock, mesh)
     device = join_for_script()
     _check_call(wanted, micro_batch_size, prove_unknown_class)
     parts = _take_apart(stock, wanted, micro_batch_size, prove=prove_unknown_class)

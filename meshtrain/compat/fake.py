@@ -305,6 +305,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     name = func._schema.name
+    if name == "aten::_scaled_mm_v2":
+        # torch's counter knows only the version before.
+        return int(2 * args[0].numel() * args[1].shape[1])
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":

@@ -35,6 +35,7 @@ EXPENSIVE: tuple[Any, ...] = (
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm_v2.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

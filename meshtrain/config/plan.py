@@ -10,7 +10,8 @@ from meshtrain.config.settings import LARGEST, Count, NotNegative, Settings
 from meshtrain.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
+ComputeDtype = Literal["float32", "bfloat16", "float16", "float64", "float8"]
+Float8Recipe = Literal["rowwise", "tensorwise"]
 ContextMethod = Literal["ulysses", "all_gather"]
 ContextOrder = Literal["contiguous", "head_tail"]
 Style = Literal[
@@ -43,7 +44,9 @@ PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float32", "float32"): ("float32",),
     ("float32", "bfloat16"): ("float32", "bfloat16"),
     ("float32", "float16"): ("float32",),
+    ("float32", "float8"): ("float32", "bfloat16"),
     ("bfloat16", "bfloat16"): ("float32", "bfloat16"),
+    ("bfloat16", "float8"): ("float32", "bfloat16"),
     ("float64", "float64"): ("float64",),
 }
 
@@ -174,20 +177,39 @@ class LossScalePlan(Settings):
         return self
 
 
+class Float8Plan(Settings):
+    """Matrix products in float8, for `compute` = "float8".
+
+    The inputs, weights and output gradients of linear layers in the decoder layers are scaled and
+    cast to float8 before their products. The numbers of inputs and outputs of a layer on a process
+    must be multiples of 16; other layers stay in bfloat16. So do the head and stacked experts.
+    """
+
+    recipe: Float8Recipe = "rowwise"
+    """`rowwise` scales each row and column of a product by itself, in e4m3. `tensorwise` has one
+    scale for a tensor on a process, which is faster, and gradients in e5m2."""
+    skip: list[str] | None = None
+    """Patterns of modules that stay in bfloat16, with all linear layers inside. Left out: the
+    first and the last decoder layer."""
+
+
 class PrecisionPlan(Settings):
     """Number formats of parameters, of the computation and of the reduction of gradients."""
 
     parameters: Dtype = "float32"
-    """Number format of parameters and optimizer state."""
+    """Number format of parameters, and of optimizer state unless `optimizer.state` of the run is
+    another."""
     compute: ComputeDtype = "float32"
     """Number format of the forward and backward passes. `float16` always uses dynamic loss
-    scaling."""
+    scaling. `float8` is bfloat16, with the matrix products of linear layers in float8."""
     reduce: Dtype = "float32"
     """Number format in which gradients are summed over microbatches and over the data-parallel
     axes. Where each microbatch reduces its gradients, and dp_replicate is 1, the sum over
     microbatches is in the format of the parameters."""
     loss_scale: LossScalePlan = LossScalePlan()
     """Dynamic loss scaling, for `compute` = "float16" only."""
+    float8: Float8Plan = Float8Plan()
+    """Matrix products in float8, for `compute` = "float8" only."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -206,7 +228,16 @@ class PrecisionPlan(Settings):
                 f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}",
                 "leave it out, or compute in float16",
             )
+        if self.compute != "float8" and self.float8 != Float8Plan():
+            raise ConfigError(
+                f"`float8` is for `compute` = 'float8', found {self.compute!r}", "leave it out, or compute in float8"
+            )
         return self
+
+    @property
+    def activations(self) -> str:
+        """Return the number format of activations and gathered parameters."""
+        return "bfloat16" if self.compute == "float8" else self.compute
 
 
 class RecomputePlan(Settings):

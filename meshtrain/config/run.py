@@ -22,6 +22,7 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+OptimizerState = Literal["parameters", "bfloat16"]
 MOST_PROFILED_STEPS = 20
 _DURATION = re.compile(r"(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 
@@ -102,6 +103,9 @@ class OptimizerConfig(Settings):
     """Added to the denominator, against division by zero."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay. It applies to matrices only, not to norms and biases."""
+    state: OptimizerState = "parameters"
+    """Number format of the two moments between steps: that of the parameters, or `bfloat16` with
+    stochastic rounding, for parameters in float32. It saves 4 bytes per parameter."""
     max_gradient_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest norm of the gradients of the whole model; larger gradients are scaled down. `inf`
     only measures."""
@@ -273,6 +277,16 @@ class RunConfig(Settings):
         if (self.steps is None) == (self.epochs is None):
             found = "neither `steps` nor `epochs` is set" if self.steps is None else "`steps` and `epochs` are both set"
             raise ConfigError(found, "set one")
+        return self
+
+    @model_validator(mode="after")
+    def _state_of_float32(self) -> Self:
+        parameters = self.plan.precision.parameters
+        if self.optimizer.state == "bfloat16" and parameters != "float32":
+            raise ConfigError(
+                f"`optimizer.state` = 'bfloat16' is for parameters in float32, found {parameters!r}",
+                "leave it out, or set plan.precision.parameters = 'float32'",
+            )
         return self
 
     @model_validator(mode="after")

@@ -126,7 +126,7 @@ class _Stages:
         return logits
 
     def _format(self) -> torch.dtype:
-        return getattr(torch, self.pipeline.plan.precision.compute)
+        return getattr(torch, self.pipeline.plan.precision.activations)
 
 
 class _StageCaches:

@@ -40,7 +40,7 @@ def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> di
     ]
     used = {pattern for found in matches.values() for pattern in found}
     problems += [
-        Problem(f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}")
+        Problem(f"{key}: {pattern!r} matches no module of the model{nearest(pattern, names)}")
         for pattern in rules
         if pattern not in used
     ]
@@ -59,6 +59,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 
-def _nearest(pattern: str, names: Iterable[str]) -> str:
+def nearest(pattern: str, names: Iterable[str]) -> str:
+    """Return the end of a message: which pattern of the names is nearest to one, if any is."""
     near = difflib.get_close_matches(pattern, sorted({as_pattern(name) for name in names}), n=1, cutoff=0.5)
     return f"; the nearest is {near[0]!r}" if near else ""

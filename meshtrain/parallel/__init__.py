@@ -7,6 +7,7 @@ cut: pipeline stages of an unmodified model.
 head: head and loss in chunks of tokens.
 experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
+float8: matrix products of linear layers in float8.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
@@ -58,6 +59,8 @@ from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.use import ExpertUse
+from meshtrain.parallel.float8 import apply_float8
+from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
@@ -130,7 +133,8 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
-    compute = getattr(torch, plan.precision.compute)
+    in_float8 = find_float8_layers(model, plan, rules).chosen if plan.precision.compute == "float8" else ()
+    compute = getattr(torch, plan.precision.activations)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
     streams = ForwardStreams(seed, token_rank(mesh))
@@ -139,7 +143,7 @@ def build_pipeline(
     for stage in stages:
         if not stock_loss:
             expert_use.watch(stage.model)
-        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, context)
+        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, context, in_float8)
         if base is not None and stage.is_last:
             head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:
@@ -196,6 +200,7 @@ def _parallelize_stage(
     adapters: Mapping[str, nn.Module],
     router_loss: RouterLoss,
     context: ContextParallel | None,
+    in_float8: Sequence[str],
 ) -> set[str]:
     """Make one stage parallel in place, and return the names of parameters to be summed over tp."""
     tp, summed_over_tp = axis_size(mesh, TP), set[str]()
@@ -208,6 +213,7 @@ def _parallelize_stage(
         summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
+    apply_float8(stage, in_float8, plan.precision.float8.recipe)
     if context is not None:
         context.watch(stage)
     put_on_adapters(stage.model, own)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, STAGE_AXES
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import OptimizerState
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
@@ -78,20 +79,24 @@ class Message:
     has_gradient: bool
 
 
-def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
+def account(
+    model: PreTrainedModel, plan: ParallelPlan, optimizer_state: OptimizerState = "parameters"
+) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
+        optimizer_state: as in the configuration of the optimizer.
     """
+    moment = plan.precision.parameters if optimizer_state == "parameters" else optimizer_state
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
+    return [_share(stage, owner, plan, dims, _width(moment)) for stage, owner in zip(stages, owners, strict=True)]
 
 
 def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
@@ -106,7 +111,7 @@ def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int)
     layers = plan.pipeline.layer_counts
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
-    structure, routes = find_borders(full, layers, getattr(torch, plan.precision.compute))
+    structure, routes = find_borders(full, layers, getattr(torch, plan.precision.activations))
     if plan.mesh.tp > 1 and may_cut_borders(structure, routes):
         localize(structure, resolve_rules(full, plan.tensor), 0, plan.mesh.tp)
     return messages_between(structure, routes, plan, rows, length)
@@ -158,10 +163,10 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], moment_width: int) -> StageShare:
     parameters = dict(stage.model.named_parameters())
     local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
-    width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
+    width = _width(plan.precision.parameters)
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
@@ -174,8 +179,13 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
         num_local_parameters=local,
         parameter_bytes=local * width,
         gradient_bytes=local * width,
-        optimizer_bytes=local * width * ADAM_STATES,
+        optimizer_bytes=local * moment_width * ADAM_STATES,
     )
+
+
+def _width(dtype: str) -> int:
+    """Return the bytes of a number."""
+    return torch.finfo(getattr(torch, dtype)).bits // 8
 
 
 def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[str, int]) -> list[int]:

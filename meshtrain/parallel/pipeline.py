@@ -407,7 +407,7 @@ def _result_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
     if pipeline.logits_are_sharded:
         shard = shard_width(config.vocab_size, group)
         width = max(0, min(shard, config.vocab_size - shard * group.rank()))
-    dtype = getattr(torch, pipeline.plan.precision.compute)
+    dtype = getattr(torch, pipeline.plan.precision.activations)
     return torch.empty(pipeline.micro_batch_size, labels.shape[1], width, dtype=dtype, device="meta")
 
 

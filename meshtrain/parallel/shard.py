@@ -36,12 +36,12 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
 
 def _converts(plan: ParallelPlan) -> bool:
     precision = plan.precision
-    several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
+    several_formats = len({precision.parameters, precision.activations, precision.reduce}) > 1
     return several_formats or plan.shard.offload == "cpu"
 
 
 def _precision(plan: ParallelPlan) -> MixedPrecisionPolicy:
-    compute, reduce = plan.precision.compute, plan.precision.reduce
+    compute, reduce = plan.precision.activations, plan.precision.reduce
     return MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=getattr(torch, reduce))
 
 

@@ -49,6 +49,19 @@ class Machine:
         empty = [f"speed.{name}" for name, value in (constants["speed"] or {}).items() if value == {}]
         return [name for name in self.config.not_measured() if name not in empty]
 
+    def check_number_format(self, compute: str) -> None:
+        """Check that the machine multiplies in a number format of a plan.
+
+        Raises:
+            ConfigError: if it is a GPU with known rates, but without one for float8.
+        """
+        speed = self.config.speed
+        if compute == "float8" and not self.is_cpu and speed is not None and compute not in speed.peak_tflops:
+            raise ConfigError(
+                f"plan.precision.compute = 'float8': {self.shown_name} has no rate for it (speed.peak_tflops)",
+                "compute in bfloat16, or take another machine",
+            )
+
     def with_fragmentation(self, peak_bytes: int) -> int:
         """Return what the allocator holds at a peak."""
         return int(peak_bytes * (1 + self.config.fragmentation))

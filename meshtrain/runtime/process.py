@@ -39,6 +39,7 @@ JOIN_SECONDS = 1800.0
 CONNECT_SECONDS = 60.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
+FLOAT8_CAPABILITY = (8, 9)
 _STARTS = itertools.count()
 """Number of process groups that this process has joined. All processes join the same ones."""
 
@@ -73,6 +74,26 @@ def check_devices() -> None:
         raise ConfigError(
             f"{processes} processes are started on this machine, which has {gpus} GPUs",
             "start at most as many, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
+        )
+
+
+def check_number_format(compute: str) -> None:
+    """Check that the GPU of this process, if there is one, multiplies in a number format of a plan.
+
+    Raises:
+        ConfigError: if its tensor cores do not know float8.
+    """
+    if compute != "float8" or not torch.cuda.is_available():
+        return
+    index = local_rank_from_environment()
+    found = torch.cuda.get_device_capability(index)
+    # GPUs of AMD have other formats of 8 bits.
+    if found < FLOAT8_CAPABILITY or torch.version.hip is not None:
+        needed = ".".join(map(str, FLOAT8_CAPABILITY))
+        raise ConfigError(
+            f"plan.precision.compute = 'float8' needs a GPU of NVIDIA with compute capability {needed} or higher; "
+            f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, found))}",
+            "compute in bfloat16",
         )
 
 

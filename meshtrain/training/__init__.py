@@ -18,6 +18,7 @@ Train
     loss_scale: dynamic loss scaling for float16.
     gradients: complete the gradients, and compute their norm.
     optim: the optimizer and its learning rate.
+    rounded_adamw: AdamW with moments in bfloat16.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
 

@@ -1,15 +1,19 @@
 """The optimizer and its learning rate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig
 from meshtrain.errors import ConfigError, Problem
-from meshtrain.parallel.local_parameter import as_local
+from meshtrain.models.positions import global_places
+from meshtrain.parallel.local_parameter import as_local, full_parameter
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.randomness import stream_key
+from meshtrain.training.rounded_adamw import RoundedAdamW
 
 # Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
@@ -22,16 +26,35 @@ def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> AdamW:
     are left out. Frozen parameters are not in the optimizer. A parameter without a gradient stays
     as it is, as in one process.
     """
-    trained = [parameter for _, parameter in pipeline.trainable_parameters()]
-    matrices = [as_local(parameter) for parameter in trained if parameter.dim() >= 2]
-    vectors = [as_local(parameter) for parameter in trained if parameter.dim() < 2]
-    return AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    fqns = pipeline.canonical_names()
+    trained = ((fqns[name], as_local(parameter)) for name, parameter in pipeline.trainable_parameters())
+    return build_adamw(trained, config, seed=pipeline.streams.seed)
+
+
+def build_adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int) -> AdamW:
+    """Build AdamW over parameters.
+
+    Args:
+        parameters: FQN and local part of each. Copies of a tied weight have one FQN.
+        config: of the run.
+        seed: of the run, for stochastic rounding.
+    """
+    named = [*parameters]
+    matrices = [parameter for _, parameter in named if parameter.dim() >= 2]
+    vectors = [parameter for _, parameter in named if parameter.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = config.beta1, config.beta2
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
+    if config.state == "parameters":
+        return AdamW(groups, **options, fused=True)
+    keys: dict[Tensor, int] = {parameter: stream_key(seed, "optimizer", fqn) for fqn, parameter in named}
+    places: dict[Tensor, tuple[Tensor, Tensor]] = {
+        parameter: global_places(full_parameter(parameter).detach()) for _, parameter in named
+    }
+    return RoundedAdamW(groups, keys, places, **options)
 
 
 def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int) -> Callable[[int], float]:

@@ -17,6 +17,7 @@ from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
+from meshtrain.parallel.float8.layers import SKIPPED, float8_layers_of
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
 from meshtrain.training.resolve import ResolvedRun
@@ -25,7 +26,7 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_half(resolved)
-    shares = shares_table(account(resolved.model, resolved.plan))
+    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.optimizer.state))
     for table in (plan_table(resolved), shares, *border_tables(resolved)):
         console.table(table.title, table.columns, table.rows)
     console.line(batch_equation(resolved))
@@ -79,6 +80,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
     rows.append(
         ("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}")
     )
+    if precision.compute == "float8":
+        rows.append(("float8", _float8(resolved)))
     recompute = plan.recompute
     rows.append(
         ("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}")
@@ -119,6 +122,18 @@ def _experts(plan: ParallelPlan, model: PreTrainedModel) -> str:
     mine = " or ".join(f"{number // plan.mesh.ep} of {number}" for number in sorted(numbers))
     shared = plan.mesh.degree(*EXPERT_FSDP_AXES)
     return f"{mine} in a layer on each process, " + (f"sharded over {shared} ranks" if shared > 1 else "not sharded")
+
+
+def _float8(resolved: ResolvedRun) -> str:
+    """Return how many linear layers compute in float8, and which ones do not, and why."""
+    plan = resolved.plan
+    layers = float8_layers_of(resolved.model, plan)
+    number = len(layers.chosen) + len(layers.others)
+    described = f"{plan.precision.float8.recipe}, {len(layers.chosen)} of {number} linear layers of the decoder layers"
+    for reason, names in layers.reasons().items():
+        shown = plan.precision.float8.skip or () if reason == SKIPPED else names
+        described += f"; in bfloat16, {reason}: {name_some(shown, limit=8)}"
+    return described
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

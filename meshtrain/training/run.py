@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError, DataError, Problem, name_some
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
+from meshtrain.runtime.process import Process, check_devices, check_number_format, lift_timeouts, run_process
 from meshtrain.training.build import Run, build_run
 from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.hooks import Hook
@@ -60,6 +60,7 @@ def train_run(
     check_directory(config)
     with locked_run(config) as lock:
         resolved = resolve_run(config, world_size_from_environment())
+        check_number_format(resolved.plan.precision.compute)
         before_joining(resolved)
         identity, dataset, num_steps = _prepare(resolved)
         with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP, axes_named
 from meshtrain.errors import Problem, TrainingStopped, name_some
-from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.models.layout import local_tensor
+from meshtrain.models.positions import global_places, mix
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
 from meshtrain.runtime.agreement import raise_together
@@ -122,40 +123,13 @@ def checksum(tensor: Tensor, fqn: str) -> int:
     if local.numel() == 0:
         return 0
     bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(local.shape[0] if local.dim() else 1, -1)
-    rows, row_places = _places(tensor, local)
+    rows, row_places = global_places(tensor.detach())
     key, step = stream_key(fqn), max(1, CHUNK // bits.shape[1])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for start in range(0, bits.shape[0], step):
         places = rows[start : start + step, None] + row_places
-        total += (bits[start : start + step].long() * _odd_hash(places, key)).sum()
+        total += (bits[start : start + step].long() * (mix(places, key) | 1)).sum()
     return int(total)
-
-
-def _places(tensor: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the global flat index of each local row's first element, and the offsets in a row."""
-    flat = torch.zeros((), dtype=torch.int64)
-    columns, rows = flat.view(1), flat.view(1)
-    stride = 1
-    indices = local_indices(tensor)
-    for dim in reversed(range(1, tensor.dim())):
-        columns = (indices[dim][:, None] * stride + columns).flatten()
-        stride *= tensor.shape[dim]
-    if indices:
-        rows = indices[0] * stride
-    return rows.to(local.device), columns.to(local.device)
-
-
-def _odd_hash(places: Tensor, key: int) -> Tensor:
-    """Return an odd number for each position; int64 arithmetic wraps around.
-
-    Source: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-        generators, 2014).
-    """
-    mixed = places * -7046029254386353131 + key
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        # The shift is arithmetic, so the mask removes the copies of the sign bit.
-        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
-    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
 
 
 def _whole_checksums(pipeline: Pipeline) -> Tensor:
@@ -283,7 +257,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
     gradient that lacks a sum is wrong by its own size.
     """
     mesh = pipeline.mesh
-    tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
+    tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.activations)).eps ** 0.5
     different = []
     for name, parameter in pipeline.trainable_parameters():
         if axis_size(mesh, TP) > 1 and not _is_sharded(parameter, TP):

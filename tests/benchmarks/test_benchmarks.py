@@ -132,3 +132,9 @@ def test_head_benchmark_compares_chunks_with_all_logits() -> None:
     assert [row[0] for row in (whole, off, parts)] == ["0", "auto", "256"]
     assert off[2] == "0"
     assert all(float(number) > 0 for number in (whole[-1], off[-1], parts[-1]))
+
+
+def test_precision_benchmark_compares_losses_with_bfloat16() -> None:
+    (name, _), *rows = run_benchmark("tests.benchmarks.precision")
+    assert [name, *(row[0] for row in rows)] == ["llama-bfloat16", "llama-tensorwise", "llama-moments"]
+    assert all(abs(float(row[2]) - 1) < 0.01 for row in rows)

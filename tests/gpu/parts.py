@@ -13,10 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshtrain
+from meshtrain.errors import ConfigError
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel.account import flops_per_token
 from meshtrain.planning.machine import Machine, find_machine, machine_of_device
 from meshtrain.planning.needs import find_needs
+from meshtrain.runtime.process import check_number_format
 from tests.gpu.commands import profiled, quickstart, trained_124m, two_processes
 from tests.gpu.loops import build_step
 from tests.gpu.models import MIXED, SHAPES, SMALL_SHAPES, TINY, TINY_GPT2
@@ -111,6 +113,19 @@ def overflow(setting: Setting) -> Numbers:
     if found.loss_scale != 2.0**58:
         raise Failed(f"two overflows lower a scale of 2^60 to 2^58, found {found.loss_scale}")
     return {"loss_scale": found.loss_scale}
+
+
+def float8(setting: Setting, *, recipe: str) -> Numbers:
+    """Compute all layers in float8, and compare with bfloat16."""
+    precision = {"compute": "float8", "float8": {"recipe": recipe, "skip": []}}
+    with computing_on(setting.torch_device) as device:
+        try:
+            check_number_format("float8")
+        except ConfigError as error:
+            raise Skipped(str(error)) from error
+        reference = train(resolved(TINY, MIXED, ROWS, LENGTH), device)
+        found = train(resolved(TINY, {"precision": precision}, ROWS, LENGTH), device)
+    return check_steps(found, reference, 3e-2)
 
 
 def compiled(setting: Setting, *, compute: str) -> Numbers:
@@ -250,6 +265,7 @@ PARTS: dict[str, Part] = {
     "gpt2-124m": Part({"train": trained_124m}),
     "offload": Part({"cpu": offload}),
     "float16": Part({"scaled": float16, "overflow": overflow}),
+    "float8": Part({recipe: partial(float8, recipe=recipe) for recipe in ("rowwise", "tensorwise")}),
     "compile": Part({compute: partial(compiled, compute=compute) for compute in ("float32", "bfloat16")}),
     "attention": Part(
         {

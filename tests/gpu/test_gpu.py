@@ -70,10 +70,12 @@ def test_list_shows_the_parts() -> None:
 
 
 def test_steps_are_checked_on_the_cpu(tmp_path: Path) -> None:
-    found = run_small(tmp_path, "float16", "memory")
+    found = run_small(tmp_path, "float16", "float8", "memory")
     assert found == {
         "float16, scaled": "passed",
         "float16, overflow": "passed",
+        "float8, rowwise": "passed",
+        "float8, tensorwise": "passed",
         "memory, GPT-2 124M": "skipped",
         "memory, Llama 1B": "skipped",
         "memory, Llama 8B": "skipped",

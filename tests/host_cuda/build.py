@@ -14,6 +14,8 @@ SITE = Path(__file__).with_name("site")
 LIBRARY = "HOST_CUDA_LIBRARY"
 """Environment variable with the library that every Python process loads at its start."""
 DEVICES = "HOST_CUDA_DEVICES"
+CAPABILITY = "HOST_CUDA_CAPABILITY"
+"""Environment variable with the compute capability of the devices; 9.0 without it."""
 """Environment variable with the number of devices."""
 COMPILER = os.environ.get("CXX", "g++")
 

@@ -10,7 +10,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from tests.host_cuda.build import DEVICES, LIBRARY, torch_folder
+from tests.host_cuda.build import CAPABILITY, DEVICES, LIBRARY, torch_folder
 
 MEMORY_BYTES = 80 * 2**30
 NAME = "NVIDIA H100 80GB HBM3"
@@ -69,7 +69,8 @@ def _functions(torch: Any) -> dict[str, Any]:
 
 
 def _properties(index: int) -> SimpleNamespace:
-    return SimpleNamespace(name=NAME, total_memory=MEMORY_BYTES, major=9, minor=0, multi_processor_count=132)
+    major, minor = map(int, os.environ.get(CAPABILITY, "9.0").split("."))
+    return SimpleNamespace(name=NAME, total_memory=MEMORY_BYTES, major=major, minor=minor, multi_processor_count=132)
 
 
 def _memory(device: Any) -> dict[str, Any]:

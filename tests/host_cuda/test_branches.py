@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.host_cuda.build import environment, why_not
+from tests.host_cuda.build import CAPABILITY, environment, why_not
 from tests.host_cuda.reached import REACHED, find_places
 
 REASON = why_not()
@@ -72,10 +72,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     del os.environ[REACHED]
 
 
-def start(folder: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *arguments: str, devices: int = 1, capability: str = "9.0") -> subprocess.CompletedProcess[str]:
     """Run a module in a process that has CUDA devices; none: in one that has only the CPU."""
     command = [sys.executable, "-m", *arguments]
-    variables = environment(devices) if devices else dict(os.environ)
+    variables = {**environment(devices), CAPABILITY: capability} if devices else dict(os.environ)
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -153,6 +153,28 @@ def test_run_in_float16_scales_its_loss(folders: Folder) -> None:
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
     assert losses(metrics) == pytest.approx(plain, rel=1e-2)
     assert all(row["loss_scale"] > 1 for row in metrics if "loss_scale" in row)
+
+
+def test_run_in_float8_learns_as_in_bfloat16(folders: Folder) -> None:
+    metrics = trained(folders("float8"), 1, "plan.precision.compute=float8")
+    plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
+    assert losses(metrics) == pytest.approx(plain, rel=1e-2)
+
+
+@cache
+def refused_float8(folder: Path) -> subprocess.CompletedProcess[str]:
+    float8 = "plan.precision.compute=float8"
+    return start(folder, "meshtrain", "train", "run.toml", "run_directory=more", float8, capability="8.6")
+
+
+def test_device_without_float8_is_refused(folders: Folder) -> None:
+    trained(folders("pp"), 2, "plan.mesh.pp=2")
+    done = refused_float8(folders("pp"))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: plan.precision.compute = 'float8' needs a GPU of NVIDIA with compute capability 8.9 or higher; NVIDIA "
+        "H100 80GB HBM3 has 8.6; compute in bfloat16"
+    )
 
 
 def test_eight_devices_learn_as_one_process(folders: Folder) -> None:
@@ -240,6 +262,7 @@ def test_every_place_that_names_cuda_was_executed(folders: Folder) -> None:
     trained(folders("pp"), 2, "plan.mesh.pp=2")
     trained(folders("offload"), 2, "plan.mesh.dp_shard=2", "plan.shard.offload=cpu")
     refused(folders("pp"))
+    refused_float8(folders("pp"))
     generated(folders("pp"))
     for name, folder in (("own_loop", "own_loop"), ("loaded_by_blocks", "blocks"), ("own_group", "own_group")):
         program(name, folders(folder))

@@ -115,6 +115,12 @@ PLANS: dict[str, dict[str, Any]] = {
         "shard": {"reshard_after_forward": "always"},
     },
     "pp x tp": {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}},
+    "fsdp, float8": {"mesh": {"dp_shard": 2}, "precision": {"compute": "float8", "float8": {"skip": []}}},
+    "pp x tp, float8, selective": {
+        "mesh": {"pp": 2, "tp": 2, "dp_shard": 1},
+        "precision": {"compute": "float8", "float8": {"recipe": "tensorwise"}},
+        "recompute": {"mode": "selective"},
+    },
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.config.run import OptimizerConfig
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
@@ -82,6 +83,20 @@ def test_simulated_chunks_of_the_head_need_what_real_ones_need(mesh: dict[str, i
     assert abs(compare_run(run)) <= NEAR
 
 
+SMALL = {**MODELS["llama"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize("plan", ["fsdp, float8", "pp x tp, float8, selective"])
+def test_simulated_float8_needs_what_real_float8_needs(plan: str) -> None:
+    assert abs(compare_run(make_run("llama", PLANS[plan], microbatches=2, values=SMALL))) <= NEAR
+
+
+def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
+    run = make_run("llama", PLANS["tp"], microbatches=2, values=SMALL)
+    rounded = OptimizerConfig(learning_rate=1e-3, state="bfloat16")
+    assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
+
+
 def test_a_simulation_shows_what_chunks_of_the_head_save() -> None:
     values = {**MODELS["llama"], "vocab_size": 131_072, "hidden_size": 32, "tie_word_embeddings": True}
     off, on = (
@@ -127,6 +142,13 @@ def compare_ranks(run: SimulatedRun) -> None:
         assert memory_use(together).peak_bytes == pytest.approx(use.peak_bytes, rel=0.02)
         for role in (Role.GATHERED, Role.UNREDUCED):
             assert memory_use(together).at_peak.get(role) == use.at_peak.get(role)
+
+
+def test_layers_in_float8_and_others_are_put_together() -> None:
+    skip = [*(f"model.layers.{layer}" for layer in (0, 9, 15)), "model.layers.*.self_attn.q_proj"]
+    plan = {"mesh": {"pp": 2, "dp_shard": 1}, "precision": {"compute": "float8", "float8": {"skip": skip}}}
+    run = make_run("llama", plan, values={**SMALL, "num_hidden_layers": 16})
+    run_on_ranks(1, compare_ranks, run, joins=False, timeout=300)
 
 
 @pytest.mark.parametrize("plan", ["pp, interleaved x fsdp", "pp, interleaved x fsdp, freed"])

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
+from meshtrain.checkpoint.huggingface.export import export_checkpoint
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan, ShardPlan
-from meshtrain.config.run import BadStepsConfig
+from meshtrain.config.run import BadStepsConfig, OptimizerConfig
 from meshtrain.errors import TrainingStopped
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.layout import local_tensor
@@ -27,9 +28,9 @@ from meshtrain.verify.parallel import build_step_context, local_rows
 from tests.parallel.steps import moments
 from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock_weights
 from tests.ranks import run_on_ranks
-from tests.training.runs import build_plan, build_run, read_metrics, steps_of
+from tests.training.runs import build_plan, build_run, read_checkpoint, read_metrics, steps_of
 from tests.training.test_metrics import train_and_show
-from tests.training.test_resume import assert_same_bits, stopped_after, train_on_ranks
+from tests.training.test_resume import assert_same_bits, in_float32, stopped_after, train_on_ranks
 
 FLOAT32 = PrecisionPlan()
 BFLOAT16 = PrecisionPlan(compute="bfloat16")
@@ -293,6 +294,30 @@ def test_float16_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert skipped[2] < skipped[-1] < 9
     starts = [m for m in read_metrics(Path(resumed.run_directory)) if "parameters_checksum" in m]
     assert [start["step"] for start in starts] == [0, 3]
+
+
+def test_float8_run_with_rounded_moments_resumes_with_the_same_bits_and_is_exported(tmp_path: Path) -> None:
+    float8 = PrecisionPlan.model_validate({"compute": "float8", "float8": {"skip": []}})
+    plan = build_plan((1, 1, 2, 1)).model_copy(update={"precision": float8})
+    rounded = OptimizerConfig(learning_rate=1e-2, state="bfloat16")
+    whole = build_run(tmp_path / "whole", "gpt2", plan, optimizer=rounded)
+    train_on_ranks(whole)
+    resumed = stopped_after(whole, 3, "resumed")
+    train_on_ranks(resumed)
+    assert_same_bits(whole, resumed)
+    exported = tmp_path / "exported"
+    export_checkpoint(Path(whole.run_directory), exported)
+    stock = AutoModelForCausalLM.from_pretrained(exported)
+    saved = read_checkpoint(Path(whole.run_directory))
+    assert torch.equal(stock.transformer.wte.weight, saved["model.transformer.wte.weight"])
+    assert {parameter.dtype for parameter in stock.parameters()} == {torch.float32}
+    assert saved["optimizer.exp_avg.transformer.wte.weight"].dtype == torch.bfloat16
+    # Another mesh goes on in other number formats.
+    other = stopped_after(whole, 3, "other").model_copy(update={"plan": in_float32((2, 1, 1, 1))})
+    other = other.model_copy(update={"optimizer": OptimizerConfig(learning_rate=1e-2)})
+    train_on_ranks(other)
+    found, expected = (steps_of(Path(config.run_directory))[-1]["loss"] for config in (other, whole))
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Modules:
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
     experts: whether experts can lie on several ranks of ep.
+    float8: matrix products in float8.
     head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
     shard: levels of sharding, and when gradients are reduced.
@@ -27,6 +28,7 @@ from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
 from meshtrain.parallel.check.experts import check_experts
+from meshtrain.parallel.check.float8 import check_float8, resolve_float8
 from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.shard import check_shard, resolve_shard
@@ -85,6 +87,7 @@ def resolve_plan(
     return plan.model_copy(
         update={
             "context": resolve_context(plan, model, batch),
+            "precision": resolve_float8(plan, model),
             "shard": resolve_shard(plan),
             "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
@@ -160,6 +163,7 @@ CHECKS: tuple[Check, ...] = (
     check_context,
     check_tensor,
     check_experts,
+    check_float8,
     check_pipeline,
     check_stages,
     check_shard,
@@ -167,5 +171,5 @@ CHECKS: tuple[Check, ...] = (
     _check_rotary,
     check_head,
 )
-# These run the model on meta, which takes longest.
-RUNNING_CHECKS = (check_tensor, check_stages)
+# These run the model on meta, or copy it, which takes longest.
+RUNNING_CHECKS = (check_tensor, check_float8, check_stages)

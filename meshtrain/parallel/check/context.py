@@ -91,7 +91,7 @@ def context_bytes(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape,
     if method == "ulysses":
         sent = 2 * (heads.queries + num_exchanged_keys(heads.queries, heads.keys, cp)) * (cp - 1) // cp
     tokens = batch.micro_batch_size * batch.sequence_length // cp
-    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    dtype: torch.dtype = getattr(torch, plan.precision.activations)
     return sent * width * tokens * dtype.itemsize
 
 

@@ -17,6 +17,9 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.head_share import Heads
 from meshtrain.parallel.tensor.region import Edge
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Multiplies an input by a weight as its module has it, and adds a bias if there is one."""
+
 
 class ShardedLinear(nn.Linear):
     """A Linear that holds a shard of its weight.
@@ -25,18 +28,20 @@ class ShardedLinear(nn.Linear):
         enter: collective on the input.
         leave: collective on the output.
         bias_is_full: whether every process has the full bias, which is added after `leave`.
+        product: multiplies by the shard.
     """
 
     enter: Edge
     leave: Edge
     bias_is_full: bool
+    product: Product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
         bias = None if self.bias is None else local_tensor(self.bias)
         if bias is None or not self.bias_is_full:
-            return self.leave(F.linear(self.enter(x), local_tensor(self.weight), bias))
-        return self.leave(F.linear(self.enter(x), local_tensor(self.weight))) + bias
+            return self.leave(self.product(self.enter(x), local_tensor(self.weight), bias))
+        return self.leave(self.product(self.enter(x), local_tensor(self.weight), None)) + bias
 
 
 class OwnOutputs:
@@ -106,20 +111,26 @@ def _matrix(projection: Any) -> Tensor:
     return weight.T if isinstance(projection, Conv1D) else weight
 
 
+def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.view(-1, x.shape[-1])
+    y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[-1])
+
+
 class ShardedConv1D(Conv1D):
     """A Conv1D (transposed Linear) that holds a shard of its weight; see `ShardedLinear`."""
 
     enter: Edge
     leave: Edge
     bias_is_full: bool
+    product: Product = staticmethod(_transposed_linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
         x, weight, bias = self.enter(x), local_tensor(self.weight), local_tensor(self.bias)
-        flat = x.view(-1, x.shape[-1])
         if not self.bias_is_full:
-            return self.leave(torch.addmm(bias, flat, weight).view(*x.shape[:-1], weight.shape[-1]))
-        return self.leave(torch.mm(flat, weight).view(*x.shape[:-1], weight.shape[-1])) + bias
+            return self.leave(self.product(x, weight, bias))
+        return self.leave(self.product(x, weight, None)) + bias
 
 
 class ShardedEmbedding(nn.Embedding):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import unfuse
@@ -131,13 +131,21 @@ def with_layers(run: SimulatedRun, stages: Sequence[Sequence[int]]) -> Simulated
     """
     kept = tuple(layer for layers in stages for layer in layers)
     pipeline = run.plan.pipeline.model_copy(update={"layers_per_stage": [len(layers) for layers in stages]})
-    plan = run.plan.model_copy(update={"pipeline": pipeline, "tensor": _rules_of_layers(run.plan.tensor, kept)})
+    update = {"pipeline": pipeline, "tensor": _rules_of_layers(run.plan.tensor, kept)}
+    plan = run.plan.model_copy(update={**update, "precision": _precision_of_layers(run.plan.precision, kept)})
     return replace(run, plan=plan, layers=kept)
 
 
 def _rules_of_layers(plan: TensorPlan, kept: Sequence[int]) -> TensorPlan:
     """Return the rules of a plan with the numbers that the kept layers have then."""
     return plan.model_copy(update={name: _renumbered(getattr(plan, name), kept) for name in RULES})
+
+
+def _precision_of_layers(plan: PrecisionPlan, kept: Sequence[int]) -> PrecisionPlan:
+    if plan.compute != "float8":
+        return plan
+    skip = [*_renumbered(dict.fromkeys(plan.float8.skip or ()), kept)]
+    return plan.model_copy(update={"float8": plan.float8.model_copy(update={"skip": skip})})
 
 
 def _renumbered(rules: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
@@ -163,9 +171,15 @@ def _layer_kinds(model: PreTrainedModel, run: SimulatedRun, parameters: Sequence
     types = getattr(run.hf_config.get_text_config(), "layer_types", None) or ()
     every = run.plan.recompute.every
     return [
-        (kind, *types[index : index + 1], index % every, own)
+        (kind, *types[index : index + 1], index % every, _skipped_in_float8(run.plan.precision, index), own)
         for index, (kind, own) in enumerate(zip(kinds_of([*layers]), parameters, strict=True))
     ]
+
+
+def _skipped_in_float8(plan: PrecisionPlan, layer: int) -> tuple[str, ...]:
+    """Return the modules of one layer that a plan names, to leave them out of float8."""
+    numbered = [found for pattern in plan.float8.skip or () if (found := _NUMBER.fullmatch(pattern))]
+    return tuple(found[3] or "" for found in numbered if found[2] == str(layer))
 
 
 def _parameters(layer: nn.Module) -> Hashable:
@@ -183,7 +197,7 @@ def _borders(
         return None, [StageRoutes()]
     numbers = [len(layers) for layers in stages]
     try:
-        return find_borders(model, numbers, getattr(torch, run.plan.precision.compute))
+        return find_borders(model, numbers, getattr(torch, run.plan.precision.activations))
     except ModelError as error:
         if leaves_out:
             raise LayersNeededError(f"its passes are not known: {error}") from error

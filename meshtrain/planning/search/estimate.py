@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 
+import torch
+
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import DP_REPLICATE, DP_SHARD, PP, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
+from meshtrain.config.run import OptimizerState
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
-from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
@@ -71,6 +73,7 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
+        optimizer_state: number format of the moments, as in the configuration of the optimizer.
         global_batch_size: in sequences.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -81,6 +84,7 @@ class Estimator:
     def __init__(
         self,
         plan: ParallelPlan,
+        optimizer_state: OptimizerState,
         global_batch_size: int,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
@@ -89,8 +93,9 @@ class Estimator:
         self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
         self._needs, self._speed = needs, speed
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
-        formats = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
-        self._parameter, self._compute, self._reduce = (DTYPES[name].itemsize for name in formats)
+        formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
+        self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
+        self._moment = self._parameter if optimizer_state == "parameters" else getattr(torch, optimizer_state).itemsize
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
@@ -116,7 +121,7 @@ class Estimator:
         whole = shape.parameters[rank] / candidate.tp
         shard = whole / candidate.dp_shard
         uses_fsdp = candidate.dp_shard > 1 or self._has_formats or candidate.offload == "cpu"
-        state = 0.0 if candidate.offload == "cpu" else 3 * shard * self._parameter
+        state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + 2 * self._moment)
         if uses_fsdp:
             layer = max(self._sizes.layers) / candidate.tp * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer

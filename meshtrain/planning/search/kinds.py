@@ -45,7 +45,9 @@ def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
         refusals += found.refusals
     if not needs:
         raise refusals[0]
-    return Estimator(wanted.base.plan, wanted.config.global_batch_size, sizes, needs, speed)
+    return Estimator(
+        wanted.base.plan, wanted.config.optimizer.state, wanted.config.global_batch_size, sizes, needs, speed
+    )
 
 
 @dataclass

@@ -138,6 +138,7 @@ def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
                 f"a search takes {axis} = 1, found mesh.{axis} = {degree}",
                 f"leave it out, or compare plans with {axis} by `meshtrain plan`",
             )
+    machine.check_number_format(config.plan.precision.compute)
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     plan = config.plan.model_copy(update=tables)
     alone = config.model_copy(update={"plan": plan, "micro_batch_size": 1})

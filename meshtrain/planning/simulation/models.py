@@ -86,7 +86,7 @@ def messages_of(run: SimulatedRun) -> list[Message]:
 
 
 def _borders_of(run: SimulatedRun) -> tuple[Structure, list[StageRoutes]]:
-    fused, compute = json.dumps(run.plan.tensor.fused), run.plan.precision.compute
+    fused, compute = json.dumps(run.plan.tensor.fused), run.plan.precision.activations
     return _borders(full_model(run), run.layers, fused, compute, tuple(run.plan.pipeline.layer_counts))
 
 

@@ -1,15 +1,14 @@
 """AdamW over fake tensors."""
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
+from itertools import count
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshtrain.config.run import OptimizerConfig
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.training.optim import build_optimizer
+from meshtrain.training.optim import build_adamw
 
 
 class FakeAdamW(Optimizer):
@@ -27,13 +26,9 @@ class FakeAdamW(Optimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
         self._full = list(parameters)
         self._local = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._full]
-        self._adamw = build_optimizer(cast(Pipeline, self), config)
+        self._adamw = build_adamw(zip(map(str, count()), self._local, strict=False), config, seed=0)
         self.param_groups = self._adamw.param_groups
         self.state = self._adamw.state
-
-    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the local parts, as a pipeline yields its parameters."""
-        return ((str(index), parameter) for index, parameter in enumerate(self._local))
 
     def states(self) -> list[Tensor]:
         """Return the tensors of the optimizer's state."""

@@ -1,0 +1,62 @@
+"""Matrix products of linear layers in float8.
+
+Modules:
+    layers: which linear layers of a model compute in float8, and why others do not.
+    product: the product, forward and backward.
+
+The package itself has `apply_float8`, which changes the linear layers of a stage. Weights and
+activations stay in bfloat16, so sharding, stages and checkpoints are those of bfloat16.
+"""
+
+from collections.abc import Collection
+from functools import partial
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from meshtrain.compat.nn import mix_in
+from meshtrain.config.plan import Float8Recipe
+from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.float8.product import RECIPES, Recipe, float8_linear
+from meshtrain.parallel.tensor.modules import Product, ShardedConv1D, ShardedLinear
+
+
+def apply_float8(stage: Stage, layers: Collection[str], recipe: Float8Recipe) -> None:
+    """Let linear layers of a stage compute in float8, in place.
+
+    Args:
+        stage: already cut by tensor parallelism, and without adapters.
+        layers: names of the linear layers of the full model that do.
+        recipe: of the plan.
+    """
+    modules = dict(stage.model.named_modules())
+    for name in layers:
+        module = modules.get(name)
+        if module is None or not any(True for _ in module.parameters(recurse=False)):
+            # It is on another stage.
+            continue
+        product = _product_of(module, RECIPES[recipe])
+        if isinstance(module, ShardedLinear | ShardedConv1D):
+            module.product = product
+        else:
+            mix_in(module, _InFloat8, product=staticmethod(product))
+
+
+def _product_of(module: nn.Module, recipe: Recipe) -> Product:
+    return partial(_transposed if isinstance(module, Conv1D) else float8_linear, recipe)
+
+
+def _transposed(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return float8_linear(recipe, x, weight.T, bias)
+
+
+class _InFloat8:
+    """Mixin for a stock Linear or Conv1D that multiplies in float8."""
+
+    product: Product
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project (batch, seq, in) to (batch, seq, out)."""
+        return self.product(x, self.weight, self.bias)
