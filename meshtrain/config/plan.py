@@ -113,6 +113,15 @@ class ContextPlan(Settings):
     `auto` is `head_tail` for `all_gather`, and `contiguous` for `ulysses`."""
 
 
+class AttentionPlan(Settings):
+    """How attention keeps packed documents apart (`data.documents` = "separate")."""
+
+    documents: Literal["auto", "segments", "mask"] = "auto"
+    """`segments` computes each document alone, so the pairs of tokens of different documents cost
+    nothing. `mask` computes all pairs of a row and throws those away. `auto` is `segments` for a
+    class that computes the same with both on a tiny copy."""
+
+
 class ShardPlan(Settings):
     """Sharding of parameters, gradients and optimizer state over dp_shard and cp (FSDP2)."""
 
@@ -238,6 +247,7 @@ class ParallelPlan(Settings):
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()
     context: ContextPlan = ContextPlan()
+    attention: AttentionPlan = AttentionPlan()
     shard: ShardPlan = ShardPlan()
     precision: PrecisionPlan = PrecisionPlan()
     recompute: RecomputePlan = RecomputePlan()

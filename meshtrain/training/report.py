@@ -12,6 +12,7 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
+from meshtrain.parallel.check.documents import why_mask
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
@@ -65,6 +66,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         rows += _heads(resolved)
     if plan.mesh.cp > 1:
         rows.append(("context", _context(resolved)))
+    if plan.attention.documents != "auto":
+        rows.append(("attention", _attention(resolved)))
     if plan.mesh.is_sharded:
         rows.append(
             ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
@@ -96,6 +99,15 @@ def _context(resolved: ResolvedRun) -> str:
         described += f"; attention of a layer gets {numbers}"
     blocks = sorted({as_pattern(name) for name in mixing_blocks(model)})
     return described + (f"; on full sequences: {', '.join(blocks)}" if blocks else "")
+
+
+def _attention(resolved: ResolvedRun) -> str:
+    """Return how attention keeps documents apart."""
+    if resolved.plan.attention.documents == "segments":
+        return "per document"
+    # The plan may ask for a mask.
+    reason = why_mask(resolved.plan, resolved.model) or "attention.documents = 'mask'"
+    return f"dense mask of documents ({reason})"
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

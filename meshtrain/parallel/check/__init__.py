@@ -5,6 +5,7 @@ All contradictions are reported together.
 Modules:
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
+    documents: how attention keeps packed documents apart.
     head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
@@ -24,6 +25,7 @@ from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
+from meshtrain.parallel.check.documents import check_documents, resolve_documents
 from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
@@ -86,6 +88,7 @@ def resolve_plan(
     return plan.model_copy(
         update={
             "context": resolve_context(plan, model, batch),
+            "attention": resolve_documents(plan, model, batch),
             "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
             "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
         }
@@ -159,6 +162,7 @@ CHECKS: tuple[Check, ...] = (
     check_batch,
     check_sequence,
     check_context,
+    check_documents,
     check_tensor,
     check_pipeline,
     check_stages,

@@ -61,8 +61,8 @@ class Wanted:
             UserError: if the plan contradicts the model or the batches.
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
-        base, data = self.base, self.config.data
-        batch = BatchShape(self.config.global_batch_size, rows, data.sequence_length, data.pad_to_multiple_of)
+        base = self.base
+        batch = replace(base.batch, micro_batch_size=rows)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,
