@@ -47,7 +47,7 @@ Step = Callable[[], tuple[float, float]]
 
 
 def packed_positions(length: int, mean: int = MEAN_TOKENS) -> Tensor:
-    """Return the (1, seq) positions of packed documents, with lengths of an exponential distribution."""
+    """Return the (1, seq) positions of packed documents, of exponentially distributed lengths."""
     stream = np.random.default_rng(0)
     parts: list[np.ndarray] = []
     while (left := length - sum(map(len, parts))) > 0:

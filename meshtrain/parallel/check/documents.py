@@ -28,7 +28,7 @@ def why_mask(plan: ParallelPlan, model: PreTrainedModel) -> str | None:
     """Return why attention needs a mask of all pairs of a row; None if it does not."""
     if plan.compile.enabled and plan.recompute.mode == "selective":
         return (
-            "compiled graphs end at attention of documents, and torch cannot select the results to keep inside of parts "
-            "of a layer (compile.enabled, recompute.mode = 'selective')"
+            "with compile.enabled, the parts of a layer around attention are compiled, and recompute.mode = "
+            "'selective' cannot select the results to keep inside of them"
         )
     return why_not_alone(model)

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
+from meshtrain.compat.varlen import attend_to_lengths
 from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.documents.ranges import take_ranges
 
@@ -82,20 +82,17 @@ def attend_at_once(query: Tensor, key: Tensor, value: Tensor, mask: SegmentedMas
         columns = [torch.arange(start, start + it.num_keys) for start, it in zip(starts, segments, strict=True)]
         index = torch.cat(columns).to(key.device)
         k, v = k.index_select(0, index), v.index_select(0, index)
-    output = varlen_attn(
+    queries, keys = [it.num_queries for it in segments], [it.num_keys for it in segments]
+    output = attend_to_lengths(
         q,
         k,
         v,
-        _borders([it.num_queries for it in segments], query.device),
-        _borders([it.num_keys for it in segments], query.device),
-        max(it.num_queries for it in segments),
-        max(it.num_keys for it in segments),
+        (_borders(queries, query.device), _borders(keys, query.device)),
+        (max(queries), max(keys)),
         scale=scaling,
         # The kernel does not count a query's own key.
         window_size=(mask.local_size - 1 if mask.rule == "window" else -1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor)
     return output.unflatten(0, (query.shape[0], -1))
 
 

@@ -53,7 +53,7 @@ class Segment(NamedTuple):
         return self.position + self.num_keys
 
     def part(self, first: int, end: int, position: int) -> "Segment":
-        """Return the queries at positions from `first` to before `end`, with keys from `position`."""
+        """Return the queries at positions from `first` to `end`, with keys from `position`."""
         key = self.key + position - self.position
         return Segment(self.row, self.query + first - self.first, end - first, key, end - position, position)
 
@@ -102,7 +102,7 @@ def _segments_of(row: int, documents: Sequence[Document], pieces: Sequence[Piece
 
 
 def in_chunks(segments: Iterable[Segment], size: int) -> list[Segment]:
-    """Return segments that lie in chunks of a number of positions each, with keys of their chunk."""
+    """Return segments that lie in chunks of `size` positions, with the keys of their chunk."""
     return [
         it.part(max(it.first, chunk), min(it.end, chunk + size), max(it.position, chunk))
         for it in segments
@@ -111,7 +111,7 @@ def in_chunks(segments: Iterable[Segment], size: int) -> list[Segment]:
 
 
 def in_windows(segments: Iterable[Segment], size: int) -> list[Segment]:
-    """Return segments of at most `size` queries, with the keys of the windows of `size` keys each."""
+    """Return segments of at most `size` queries, with the keys of windows of `size` keys."""
     return [
         it.part(first, min(it.end, first + size), max(it.position, first - size + 1))
         for it in segments

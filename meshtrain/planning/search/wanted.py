@@ -10,7 +10,7 @@ from meshtrain.config.families import with_family
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import PlanError, UserError
-from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check import resolve_plan
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
