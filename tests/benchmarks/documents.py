@@ -48,11 +48,10 @@ Step = Callable[[], tuple[float, float]]
 
 def packed_positions(length: int, mean: int = MEAN_TOKENS) -> Tensor:
     """Return the (1, seq) positions of packed documents, of exponentially distributed lengths."""
-    stream = np.random.default_rng(0)
-    parts: list[np.ndarray] = []
-    while (left := length - sum(map(len, parts))) > 0:
-        parts.append(np.arange(min(left, 1 + int(stream.exponential(mean)))))
-    return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)
+    sizes = np.random.default_rng(0).exponential(size=round(length / mean))
+    borders = np.round(np.cumsum(sizes) / sizes.sum() * length).astype(int)
+    lengths = np.diff(borders, prepend=0)
+    return torch.from_numpy(np.concatenate([np.arange(it) for it in lengths])).unsqueeze(0)
 
 
 def build_step(model_type: str, shape: dict[str, Any], length: int, variant: str) -> Step:

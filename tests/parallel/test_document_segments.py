@@ -65,10 +65,12 @@ def dense(function: Callable[..., Any], pieces: list[Piece], query: Tensor, key:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, scale=0.3).transpose(1, 2)
 
 
-def mask_of(rule: str, pieces: list[Piece], base: str = "sdpa") -> SegmentedMask:
+def mask_of(rule: str, pieces: list[Piece], base: str = "sdpa", device: str = "cpu") -> SegmentedMask:
     function, size = RULES[rule]
-    segments = find_segments(find_documents(packed()), pieces)
-    return SegmentedMask(base, segments, mask_function=function, local_size=size, dtype=torch.float64)
+    if rule == "chunks":
+        function = chunked_causal_mask_function(size, torch.zeros(ROWS, dtype=torch.long, device=device))
+    segments = find_segments(find_documents(packed().to(device)), pieces)
+    return SegmentedMask(base, segments, mask_function=function, local_size=size, dtype=torch.float64, device=device)
 
 
 def alone(mask: SegmentedMask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def at_once(mask: SegmentedMask, query: Tensor, key: Tensor, value: Tensor) -> T
 
 def with_gradients(compute: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     output = compute(*inputs)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
@@ -107,6 +109,7 @@ def by_lengths(query: Tensor, key: Tensor, value: Tensor, borders: Any, longest:
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
         # The last query belongs to the last key.
         distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        distance = distance.to(q.device)
         mask = (distance >= 0) & (distance <= (left if left >= 0 else len(k)))
         transposed = (x.transpose(0, 1) for x in (q, k, v))
         output = F.scaled_dot_product_attention(*transposed, attn_mask=mask, enable_gqa=True, scale=options["scale"])

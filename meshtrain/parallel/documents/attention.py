@@ -30,7 +30,7 @@ def attend_by_segments(
     Returns:
         (batch, queries, heads, width), and no weights.
     """
-    if _fits_one_kernel(module, query, key, value, mask, **kwargs):
+    if fits_one_kernel(module, query, key, value, mask, **kwargs):
         return attend_at_once(query, key, value, mask, kwargs.get("scaling")), None
     queries = take_ranges(query, [(it.row, it.query, it.num_queries) for it in mask.blocks])
     places = [(it.row, it.key, it.num_keys) for it in mask.blocks]
@@ -41,7 +41,7 @@ def attend_by_segments(
     return torch.cat(outputs, 1).squeeze(0).unflatten(0, (query.shape[0], -1)), None
 
 
-def _fits_one_kernel(
+def fits_one_kernel(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
