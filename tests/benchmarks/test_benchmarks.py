@@ -132,3 +132,12 @@ def test_head_benchmark_compares_chunks_with_all_logits() -> None:
     assert [row[0] for row in (whole, off, parts)] == ["0", "auto", "256"]
     assert off[2] == "0"
     assert all(float(number) > 0 for number in (whole[-1], off[-1], parts[-1]))
+
+
+def test_documents_benchmark_compares_both_ways() -> None:
+    header, row = run_benchmark("tests.benchmarks.documents", "--repeat", "1", "--lengths", "1024")
+    assert header[:4] == ["tokens", "documents", "mask", "s"]
+    # 190 tokens each.
+    assert row[:2] == ["1,024", "5"]
+    # Seconds are not compared, but losses are.
+    assert float(row[-1]) < 1e-5
