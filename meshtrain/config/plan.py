@@ -114,7 +114,7 @@ class ContextPlan(Settings):
 
 
 class AttentionPlan(Settings):
-    """How attention keeps packed documents apart (`data.documents` = "separate")."""
+    """How attention of a run keeps packed documents apart (`data.documents` = "separate")."""
 
     documents: Literal["auto", "segments", "mask"] = "auto"
     """`segments` computes each document alone, so the pairs of tokens of different documents cost
