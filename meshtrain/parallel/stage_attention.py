@@ -62,7 +62,7 @@ class StageAttention:
         return output
 
     # Outside of compiled graphs: the lengths of documents would make a graph for each batch.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_by_segments(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: SegmentedMask, **kwargs: Any
     ) -> tuple[Tensor, Any]:
@@ -83,16 +83,14 @@ class StageAttention:
         return self._context if self._context is not None and self._context.is_in_parts else None
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        positions, parts = kwargs.get("position_ids"), self._parts
+        positions: Tensor | None = kwargs.get("position_ids")
         self._segments = None
         if self._by_documents and positions is not None and kwargs.get("attention_mask") is None:
             self._segments = find_segments(find_documents(positions), self._pieces_of(positions.shape[1]))
-        if parts is not None:
-            kwargs = parts.begin(kwargs)
-        elif self._segments is not None:
             # With a mask, transformers does not look for documents itself.
-            kwargs = {**kwargs, "attention_mask": torch.ones_like(positions, dtype=torch.bool)}
-        return args, kwargs
+            mask = None if self._parts else torch.ones_like(positions, dtype=torch.bool)
+            kwargs = {**kwargs, "attention_mask": mask}
+        return args, kwargs if self._parts is None else self._parts.begin(kwargs)
 
     def _pieces_of(self, length: int) -> Sequence[Piece]:
         if self._parts is not None:

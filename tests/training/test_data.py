@@ -22,6 +22,7 @@ from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.data.samples.rows import Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
+from meshtrain.planning.remarks import documents_remark
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from meshtrain.training.run import train_run
@@ -254,7 +255,9 @@ def test_class_that_does_not_separate_documents_is_refused(tmp_path: Path) -> No
 
 def test_plan_shows_how_documents_are_kept_apart(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
-    assert ("attention", "per document") in plan_table(resolve_run(config)).rows
+    alone = resolve_run(config)
+    assert ("attention", "per document") in plan_table(alone).rows
+    assert documents_remark(alone).startswith("Each sequence is assumed to be one document")
     plan = config.plan.model_copy(update={"attention": AttentionPlan(documents="mask")})
     rows = plan_table(resolve_run(config.model_copy(update={"plan": plan}))).rows
     assert ("attention", "dense mask of documents (attention.documents = 'mask')") in rows
@@ -263,5 +266,7 @@ def test_plan_shows_how_documents_are_kept_apart(tmp_path: Path) -> None:
     )
     rows = plan_table(resolve_run(config.model_copy(update={"plan": plan}))).rows
     assert dict(rows)["attention"].startswith("dense mask of documents (with compile.enabled, the parts of a layer")
-    joined = config.data.model_copy(update={"documents": "joined"})
-    assert "attention" not in dict(plan_table(resolve_run(config.model_copy(update={"data": joined}))).rows)
+    data = config.data.model_copy(update={"documents": "joined"})
+    joined = resolve_run(config.model_copy(update={"data": data}))
+    assert "attention" not in dict(plan_table(joined).rows)
+    assert documents_remark(joined) == ""
