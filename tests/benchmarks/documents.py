@@ -48,9 +48,10 @@ Step = Callable[[], tuple[float, float]]
 
 def packed_positions(length: int, mean: int = MEAN_TOKENS) -> Tensor:
     """Return the (1, seq) positions of packed documents, of exponentially distributed lengths."""
-    sizes = np.random.default_rng(0).exponential(size=round(length / mean))
-    borders = np.round(np.cumsum(sizes) / sizes.sum() * length).astype(int)
-    lengths = np.diff(borders, prepend=0)
+    count = round(length / mean)
+    sizes = np.random.default_rng(0).exponential(size=count)
+    borders = np.round(np.cumsum(sizes) / sizes.sum() * (length - count)).astype(int)
+    lengths = 1 + np.diff(borders, prepend=0)
     return torch.from_numpy(np.concatenate([np.arange(it) for it in lengths])).unsqueeze(0)
 
 
