@@ -17,4 +17,5 @@ numpy.py           memory-mapped arrays
 operators.py       operators of torch
 peft.py            objects of peft
 transformers.py    models, classes and configurations of transformers
+varlen.py          torch's attention of sequences of different lengths
 """

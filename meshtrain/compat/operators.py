@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshtrain.compat import varlen
+
 collectives: Any = torch.ops._c10d_functional
 """The operators under torch's functional collectives.
 
@@ -40,6 +42,7 @@ EXPENSIVE: tuple[Any, ...] = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    varlen.OPERATOR,
     collectives.all_reduce.default,
     collectives.all_gather_into_tensor.default,
     collectives.reduce_scatter_tensor.default,

@@ -116,6 +116,15 @@ class ContextPlan(Settings):
     `auto` is `head_tail` for `all_gather`, and `contiguous` for `ulysses`."""
 
 
+class AttentionPlan(Settings):
+    """How attention of a run keeps packed documents apart (`data.documents` = "separate")."""
+
+    documents: Literal["auto", "segments", "mask"] = "auto"
+    """`segments` computes each document alone, so the pairs of tokens of different documents cost
+    nothing. `mask` computes all pairs of a row and throws those away. `auto` is `segments` for a
+    class that computes the same with both on a tiny copy."""
+
+
 class ShardPlan(Settings):
     """Sharding of parameters, gradients and optimizer state over dp_shard and cp (FSDP2)."""
 
@@ -287,6 +296,7 @@ class ParallelPlan(Settings):
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()
     context: ContextPlan = ContextPlan()
+    attention: AttentionPlan = AttentionPlan()
     shard: ShardPlan = ShardPlan()
     precision: PrecisionPlan = PrecisionPlan()
     recompute: RecomputePlan = RecomputePlan()

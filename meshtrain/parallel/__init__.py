@@ -4,6 +4,7 @@ account: stages, layers, parameters and bytes of every process under a plan.
 check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
 cut: pipeline stages of an unmodified model.
+documents: attention of packed documents, without a mask of all pairs of a row.
 head: head and loss in chunks of tokens.
 experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
@@ -18,6 +19,7 @@ rotary_length: the longest sequence of a batch, for rotary frequencies that depe
 router_loss: the auxiliary loss of the routers of a mixture of experts.
 schedule: the process of each stage, and the messages of a forward pass without a backward pass.
 shard: FSDP2 over the data-parallel axes.
+stage_attention: the attention of a stage, where it is not only the model's own.
 tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
 tiny_copy: configurations of tiny copies with every kind of layer.
@@ -70,6 +72,7 @@ from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss, find_formula
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
+from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
@@ -121,6 +124,7 @@ def build_pipeline(
     """
     # Tiny copies are tried while the model still has the modules of its class.
     context = _context(model, mesh, plan)
+    attention = _attention(model, plan, context)
     base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
@@ -143,7 +147,7 @@ def build_pipeline(
     for stage in stages:
         if not stock_loss:
             expert_use.watch(stage.model)
-        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, context, in_float8)
+        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, attention, in_float8)
         if base is not None and stage.is_last:
             head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:
@@ -199,7 +203,7 @@ def _parallelize_stage(
     rules: TensorRules,
     adapters: Mapping[str, nn.Module],
     router_loss: RouterLoss,
-    context: ContextParallel | None,
+    attention: StageAttention | None,
     in_float8: Sequence[str],
 ) -> set[str]:
     """Make one stage parallel in place, and return the names of parameters to be summed over tp."""
@@ -214,8 +218,8 @@ def _parallelize_stage(
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
     apply_float8(stage, in_float8, plan.precision.float8.recipe)
-    if context is not None:
-        context.watch(stage)
+    if attention is not None:
+        attention.watch(stage.model)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
     apply_recompute(stage, plan.recompute, tp_streams)
@@ -228,9 +232,18 @@ def _parallelize_stage(
 def _context(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ContextParallel | None:
     if axis_size(mesh, CP) == 1:
         return None
+    return ContextParallel(mesh.get_group(CP), plan.context, _base(model), mixing_blocks(model))
+
+
+def _attention(model: PreTrainedModel, plan: ParallelPlan, context: ContextParallel | None) -> StageAttention | None:
+    by_documents = plan.attention.documents == "segments"
+    return StageAttention(_base(model), context, by_documents=by_documents) if context or by_documents else None
+
+
+def _base(model: PreTrainedModel) -> str:
     base = attention_implementation(model.config.get_text_config())
     assert base is not None, "the plan was not checked"
-    return ContextParallel(mesh.get_group(CP), plan.context, base, mixing_blocks(model))
+    return base
 
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:

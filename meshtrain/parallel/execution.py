@@ -49,12 +49,16 @@ _CHECKPOINTS: dict[str, Callable] = {"full": _full, "selective": _selective}
 def apply_compile(stage: Stage, plan: ParallelPlan) -> None:
     """Compile the decoder layers of a stage.
 
-    With tensor parallelism and recomputation together, attention and MLP are compiled separately.
-    The reason is that torch cannot save a DTensor for the recomputation of a compiled block.
+    With recomputation and tensor parallelism together, attention and MLP are compiled separately.
+    The reason is that torch cannot save a DTensor for the recomputation of a compiled block. With
+    recomputation and documents that attention computes one by one, so are they too: the graph ends
+    at attention then, and torch would compile nothing of a layer whose recomputation it cannot
+    trace to its end.
     """
     if not plan.compile.enabled:
         return
-    by_parts = plan.mesh.tp > 1 and plan.recompute.mode != "none"
+    ends_early = plan.mesh.tp > 1 or plan.attention.documents == "segments"
+    by_parts = plan.recompute.mode != "none" and ends_early
     for layer in stage.own_layers():
         for block in _blocks(layer) if by_parts else [layer]:
             block.compile(backend=plan.compile.backend)

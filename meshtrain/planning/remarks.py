@@ -6,6 +6,10 @@ from meshtrain.planning.needs import Needs
 from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.training.resolve import ResolvedRun
 
+ONE_DOCUMENT = (
+    "Each sequence is assumed to be one document, because no data is read. Attention of shorter ones takes less time, "
+    "and 'eager' less memory."
+)
 UNCOMPILED = "Layers are simulated without compilation, which changes what they keep."
 
 
@@ -36,6 +40,11 @@ def estimates_remark(machine: Machine) -> str:
     """Return which constants of the speed were not measured; empty if all were."""
     names = [name.removeprefix("speed.") for name in machine.estimates() if name.startswith("speed.")]
     return f"From datasheets or assumed, not measured: {', '.join(names)}." if names else ""
+
+
+def documents_remark(resolved: ResolvedRun) -> str:
+    """Return what is assumed about documents; empty unless attention computes each one alone."""
+    return ONE_DOCUMENT if resolved.plan.attention.documents == "segments" else ""
 
 
 def compilation_remark(resolved: ResolvedRun) -> str:

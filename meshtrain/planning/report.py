@@ -4,7 +4,13 @@ from meshtrain import console
 from meshtrain.pictures.tables import Table
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import Needs
-from meshtrain.planning.remarks import compilation_remark, estimates_remark, host_remark, time_remark
+from meshtrain.planning.remarks import (
+    compilation_remark,
+    documents_remark,
+    estimates_remark,
+    host_remark,
+    time_remark,
+)
 from meshtrain.planning.tables import axes_table, memory_table, messages_table, work_table
 from meshtrain.training.resolve import ResolvedRun
 
@@ -19,6 +25,7 @@ def show_tables(needs: Needs, resolved: ResolvedRun, machine: Machine) -> None:
         _show(axes_table(needs.time))
     _say(time_remark(needs, machine))
     _say(estimates_remark(machine))
+    _say(documents_remark(resolved))
     _say(compilation_remark(resolved))
 
 

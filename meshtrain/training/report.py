@@ -15,6 +15,7 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
+from meshtrain.parallel.check.documents import why_mask
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
 from meshtrain.parallel.float8.layers import SKIPPED, float8_layers_of
@@ -70,6 +71,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         rows += _heads(resolved)
     if plan.mesh.cp > 1:
         rows.append(("context", _context(resolved)))
+    if plan.attention.documents != "auto":
+        rows.append(("attention", _attention(resolved)))
     if plan.mesh.ep > 1:
         rows.append(("experts", _experts(plan, model)))
     if plan.mesh.is_sharded:
@@ -134,6 +137,15 @@ def _float8(resolved: ResolvedRun) -> str:
         shown = plan.precision.float8.skip or () if reason == SKIPPED else names
         described += f"; in bfloat16, {reason}: {name_some(shown, limit=8)}"
     return described
+
+
+def _attention(resolved: ResolvedRun) -> str:
+    """Return how attention keeps documents apart."""
+    if resolved.plan.attention.documents == "segments":
+        return "per document"
+    # The plan may ask for a mask.
+    reason = why_mask(resolved.plan, resolved.model) or "attention.documents = 'mask'"
+    return f"dense mask of documents ({reason})"
 
 
 def _heads(resolved: ResolvedRun) -> list[tuple[str, str]]:

@@ -88,7 +88,13 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     )
     _check_documents(config, model)
     data = config.data
-    batch = BatchShape(config.global_batch_size, config.micro_batch_size, data.sequence_length, data.pad_to_multiple_of)
+    batch = BatchShape(
+        config.global_batch_size,
+        config.micro_batch_size,
+        data.sequence_length,
+        data.pad_to_multiple_of,
+        separates=data.documents == "separate",
+    )
     plan = resolve_plan(plan, model, batch, world_size or _natural_world_size(config.plan))
     return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))
 

@@ -161,7 +161,8 @@ def make_case(
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
     global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree
     world_size = mesh.world_size
-    plan = resolve_plan(plan, model, BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE), world_size)
+    batch = BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE, separates=rows == "separate")
+    plan = resolve_plan(plan, model, batch, world_size)
     return ProofCase(
         architecture=type(model).__name__,
         hf_config=tiny,

@@ -138,3 +138,12 @@ def test_precision_benchmark_compares_losses_with_bfloat16() -> None:
     (name, _), *rows = run_benchmark("tests.benchmarks.precision")
     assert [name, *(row[0] for row in rows)] == ["llama-bfloat16", "llama-tensorwise", "llama-moments"]
     assert all(abs(float(row[2]) - 1) < 0.01 for row in rows)
+
+
+def test_documents_benchmark_compares_both_ways() -> None:
+    header, row = run_benchmark("tests.benchmarks.documents", "--repeat", "1", "--lengths", "1024")
+    assert header[:4] == ["tokens", "documents", "mask", "s"]
+    # 190 tokens each.
+    assert row[:2] == ["1,024", "5"]
+    # Seconds are not compared, but losses are.
+    assert float(row[-1]) < 1e-5

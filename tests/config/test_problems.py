@@ -37,7 +37,7 @@ def test_unknown_key_is_named_relative_to_its_own_file(write):
     assert problems_of(write, 'plan = "plan.toml"') == (
         "plan.toml: tp: unknown key; did you mean 'mesh.tp'?",
         "plan.toml: learning_rate: unknown key; the keys here are: model_types, mesh, pipeline, tensor, context, "
-        "shard, precision, recompute, compile, loss, extends",
+        "attention, shard, precision, recompute, compile, loss, extends",
     )
 
 

@@ -6,12 +6,14 @@ Each prints one line of JSON with what it has found.
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshtrain
@@ -20,10 +22,21 @@ from meshtrain.compat.distributed import flight_records
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.weights.block_reader import BlockReader
+from meshtrain.parallel.documents import attention
 from meshtrain.parallel.randomness import get_random_states, set_random_states
 from meshtrain.planning.calibration import command, messages, operators, overhead
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.step import mark
+from tests.parallel.test_document_segments import (
+    SEQ,
+    WHOLE,
+    alone,
+    by_lengths,
+    largest_error,
+    mask_of,
+    tensors,
+    with_gradients,
+)
 
 TINY = {
     "vocab_size": 300,
@@ -185,9 +198,27 @@ def memory(folder: Path) -> dict[str, Any]:
     return {**found, "after": torch.cuda.memory_allocated() - before}
 
 
+def documents(folder: Path) -> dict[str, Any]:
+    """Compute attention of documents, in 16 bits by one kernel, in 32 by a call for each."""
+    # The host has no kernel for documents of any lengths, so this one checks what it is given.
+    attention.attend_to_lengths = by_lengths
+    found = {}
+    for name in ("causal", "window", "chunks"):
+        for dtype in (torch.float32, torch.bfloat16):
+            here = with_gradients(partial(alone, mask_of(name, WHOLE)), tensors(torch.float32, SEQ))
+            inputs = [it.detach().to("cuda", dtype).requires_grad_() for it in tensors(torch.float32, SEQ)]
+            mask = mask_of(name, WHOLE, device="cuda")
+            there = with_gradients(partial(alone, mask), inputs)
+            kernel = attention.fits_one_kernel(nn.Module(), *inputs, mask)
+            assert all(it.is_cuda for it in there)
+            error = largest_error([it.cpu() for it in there], [it.double() for it in here])
+            found[f"{name} {dtype}"] = {"one kernel": kernel, "error": error}
+    return found
+
+
 PROGRAMS: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (own_loop, loaded_by_blocks, own_group, marks, calibrated, mixed, memory)
+    for function in (own_loop, loaded_by_blocks, own_group, marks, calibrated, mixed, memory, documents)
 }
 
 if __name__ == "__main__":

@@ -253,6 +253,15 @@ def test_device_refuses_what_a_gpu_refuses(folders: Folder) -> None:
     assert found["argument"].startswith("TypeError")
 
 
+def test_documents_on_the_device_compute_what_they_do_on_the_cpu(folders: Folder) -> None:
+    found = program("documents", folders("documents"))
+    assert {name: it["one kernel"] for name, it in found.items()} == {name: "bfloat16" in name for name in found}
+    assert all(it["error"] < (1e-2 if it["one kernel"] else 1e-5) for it in found.values())
+    separate = ("data.documents=separate", "model.prove_unknown_class=false")
+    plain = losses(trained(folders("documents on the cpu"), 1, *separate, on_cuda=False))
+    assert losses(trained(folders("documents on cuda"), 1, *separate)) == pytest.approx(plain, rel=1e-5)
+
+
 def test_device_counts_memory(folders: Folder) -> None:
     found = program("memory", folders("memory"))
     assert found == {"now": 4000, "peak": 16000, "after": 0, "pinned": [True, False]}
@@ -264,7 +273,13 @@ def test_every_place_that_names_cuda_was_executed(folders: Folder) -> None:
     refused(folders("pp"))
     refused_float8(folders("pp"))
     generated(folders("pp"))
-    for name, folder in (("own_loop", "own_loop"), ("loaded_by_blocks", "blocks"), ("own_group", "own_group")):
+    folder_of = {
+        "own_loop": "own_loop",
+        "loaded_by_blocks": "blocks",
+        "own_group": "own_group",
+        "documents": "documents",
+    }
+    for name, folder in folder_of.items():
         program(name, folders(folder))
     program("calibrated", folders("calibrated"), 2)
     reached = set(Path(os.environ[REACHED]).read_text().split())

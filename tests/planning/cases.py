@@ -125,26 +125,34 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def make_run(
-    model_type: str, plan: dict[str, Any], *, microbatches: int = 4, values: dict[str, Any] | None = None
+    model_type: str,
+    plan: dict[str, Any],
+    *,
+    microbatches: int = 4,
+    values: dict[str, Any] | None = None,
+    separates: bool = False,
 ) -> SimulatedRun:
     """Return a run with microbatches of two sequences.
 
     Args:
         values: of the configuration; None: those of `MODELS`.
+        separates: whether rows are made of documents that do not see each other.
     """
     config = AutoConfig.for_model(model_type, **(MODELS[model_type] if values is None else values))
     config.bos_token_id = config.eos_token_id = 0
-    return run_of(config, plan, microbatches=microbatches)
+    return run_of(config, plan, microbatches=microbatches, separates=separates)
 
 
-def run_of(config: PretrainedConfig, plan: dict[str, Any], *, microbatches: int) -> SimulatedRun:
+def run_of(
+    config: PretrainedConfig, plan: dict[str, Any], *, microbatches: int, separates: bool = False
+) -> SimulatedRun:
     """Return a run of a model with microbatches of two sequences."""
     model = build_meta_model(config, dtype=torch.float32, attention=None)
     wanted = with_family(ParallelPlan.model_validate(plan), config.model_type)
     world_size = math.prod(degree for degree in wanted.mesh.degrees.values() if degree > 0)
     mesh = wanted.mesh.resolve(world_size)
     length = min(SEQUENCE, getattr(config, "max_position_embeddings", SEQUENCE))
-    batch = BatchShape(2 * microbatches * mesh.data_degree, 2, length)
+    batch = BatchShape(2 * microbatches * mesh.data_degree, 2, length, separates=separates)
     resolved = resolve_plan(wanted, model, batch, world_size)
     return SimulatedRun(
         hf_config=config,
@@ -152,6 +160,6 @@ def run_of(config: PretrainedConfig, plan: dict[str, Any], *, microbatches: int)
         trust_remote_code=False,
         plan=resolved,
         batch=batch,
-        inputs=(),
+        inputs=("position_ids",) if separates else (),
         optimizer=OptimizerConfig(learning_rate=1e-3),
     )

@@ -97,6 +97,16 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_simulated_documents_need_what_real_ones_need(recompute: str) -> None:
+    plan = {"mesh": {"dp_shard": 1}, "recompute": {"mode": recompute}}
+    run = make_run("llama", plan, microbatches=2, separates=True)
+    (measured,) = run_on_ranks(1, measure, run)
+    (profiles,) = run_on_ranks(1, simulated, run, joins=False)
+    # Each sequence is simulated as one document, which has more pairs of tokens.
+    assert memory_use(profiles[0]).peak_bytes == pytest.approx(measured.peak_bytes, rel=NEAR)
+
+
 def test_a_simulation_shows_what_chunks_of_the_head_save() -> None:
     values = {**MODELS["llama"], "vocab_size": 131_072, "hidden_size": 32, "tie_word_embeddings": True}
     off, on = (

@@ -15,12 +15,15 @@ import pytest
 from pydantic import ValidationError
 
 from meshtrain.config.data import IGNORE_INDEX, DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.config.plan import AttentionPlan, CompilePlan, RecomputePlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.data.samples.rows import Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
+from meshtrain.planning.remarks import documents_remark
+from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from meshtrain.training.run import train_run
 from meshtrain.verify.first_use import ensure_proven
@@ -244,5 +247,26 @@ def test_class_that_does_not_separate_documents_is_refused(tmp_path: Path) -> No
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     opt = {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(type="opt", config={**opt, "word_embed_proj_dim": 32})
+    # Attention keeps them apart if it computes each one alone.
+    plan = config.plan.model_copy(update={"attention": AttentionPlan(documents="mask")})
     with pytest.raises(ModelError, match=r'set data.documents = "joined" if it does not keep documents apart, or set'):
-        ensure_proven(resolve_run(config.model_copy(update={"model": model})))
+        ensure_proven(resolve_run(config.model_copy(update={"model": model, "plan": plan})))
+
+
+def test_plan_shows_how_documents_are_kept_apart(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    alone = resolve_run(config)
+    assert ("attention", "per document") in plan_table(alone).rows
+    assert documents_remark(alone).startswith("Each sequence is assumed to be one document")
+    plan = config.plan.model_copy(update={"attention": AttentionPlan(documents="mask")})
+    rows = plan_table(resolve_run(config.model_copy(update={"plan": plan}))).rows
+    assert ("attention", "dense mask of documents (attention.documents = 'mask')") in rows
+    plan = config.plan.model_copy(
+        update={"compile": CompilePlan(enabled=True), "recompute": RecomputePlan(mode="selective")}
+    )
+    rows = plan_table(resolve_run(config.model_copy(update={"plan": plan}))).rows
+    assert dict(rows)["attention"].startswith("dense mask of documents (with compile.enabled, the parts of a layer")
+    data = config.data.model_copy(update={"documents": "joined"})
+    joined = resolve_run(config.model_copy(update={"data": data}))
+    assert "attention" not in dict(plan_table(joined).rows)
+    assert documents_remark(joined) == ""

@@ -5,6 +5,7 @@ All contradictions are reported together.
 Modules:
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
+    documents: how attention keeps packed documents apart.
     experts: whether experts can lie on several ranks of ep.
     float8: matrix products in float8.
     head: head and loss in chunks.
@@ -27,6 +28,7 @@ from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
+from meshtrain.parallel.check.documents import check_documents, resolve_documents
 from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.check.float8 import check_float8, resolve_float8
 from meshtrain.parallel.check.head import check_head, resolve_loss
@@ -87,6 +89,7 @@ def resolve_plan(
     return plan.model_copy(
         update={
             "context": resolve_context(plan, model, batch),
+            "attention": resolve_documents(plan, model, batch),
             "precision": resolve_float8(plan, model),
             "shard": resolve_shard(plan),
             "loss": resolve_loss(plan, model, batch, runs_model=runs_model),
@@ -161,6 +164,7 @@ CHECKS: tuple[Check, ...] = (
     check_batch,
     check_sequence,
     check_context,
+    check_documents,
     check_tensor,
     check_experts,
     check_float8,

@@ -20,12 +20,14 @@ class BatchShape:
         sequence_length: in tokens.
         width_multiple: in tokens; batches may be narrower, and their width is a multiple of this
             number. None if all batches have the same width.
+        separates: whether rows are made of documents that do not see each other.
     """
 
     global_batch_size: int
     micro_batch_size: int
     sequence_length: int
     width_multiple: int | None = None
+    separates: bool = False
 
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:

@@ -27,10 +27,15 @@ class Columns:
         """The number that divides the length of every sequence, in tokens."""
         return self.size * (2 if self.order == "head_tail" else 1)
 
+    def pieces(self, rank: int, length: int) -> list[tuple[int, int]]:
+        """Return the first column of each piece that a rank has, and the one behind its last."""
+        size = length // self.unit
+        numbers = (rank, self.unit - 1 - rank) if self.order == "head_tail" else (rank,)
+        return [(number * size, (number + 1) * size) for number in numbers]
+
     def of(self, rank: int, length: int) -> Tensor:
         """Return the (seq/cp,) columns that a rank has of a sequence of `length` tokens."""
-        pieces = torch.arange(length).chunk(self.unit)
-        return torch.cat([pieces[rank], pieces[-1 - rank]]) if self.order == "head_tail" else pieces[rank]
+        return torch.cat([torch.arange(*piece) for piece in self.pieces(rank, length)])
 
     def joined(self, length: int, *, last: int = -1) -> Tensor:
         """Return the (seq,) columns of all ranks, one rank after another.

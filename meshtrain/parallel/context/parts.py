@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
 from meshtrain.config.plan import ContextPlan
-from meshtrain.parallel.context.attention import Masks, attend_by_heads
+from meshtrain.parallel.context.attention import Attention, Masks, attend_by_heads
 from meshtrain.parallel.context.blocks import compute_in_full
 from meshtrain.parallel.context.collectives import gather_keys
 from meshtrain.parallel.context.columns import Columns
-from meshtrain.parallel.cut.stage import Stage
 
 
 class ContextParallel:
@@ -33,14 +31,13 @@ class ContextParallel:
     def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str, full_blocks: Iterable[str]) -> None:
         assert plan.method != "auto", "the plan is not resolved"
         assert plan.order != "auto", "the plan is not resolved"
-        self._group, self._base = group, base
+        self._group = group
         self._columns = Columns(plan.order, group.size())
         self._masks = Masks(base, plan.method, self._columns, group.rank())
         self._by_heads = plan.method == "ulysses"
         self._full_blocks = frozenset(full_blocks)
         self.pads: Tensor | None = None
         self._length: int | None = None
-        self._name = attention_registered(self)
 
     @contextmanager
     def of(self, inputs: dict[str, Tensor], labels: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -61,30 +58,60 @@ class ContextParallel:
         finally:
             self._length = None
 
-    def watch(self, stage: Stage) -> None:
-        """Make the attention of a stage see the full sequence."""
-        stage.model.set_attn_implementation(self._name)
-        stage.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for name, block in stage.model.named_modules():
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the present forward pass computes a part of each sequence."""
+        return self._length is not None
+
+    def watch_blocks(self, model: nn.Module) -> None:
+        """Make the blocks of a stage compute on full sequences that need them."""
+        for name, block in model.named_modules():
             if name in self._full_blocks:
                 compute_in_full(block, self._join, self._own_columns)
 
+    def pieces(self, length: int) -> list[tuple[int, int]]:
+        """Return the pieces of a sequence whose queries this process computes in attention."""
+        return [(0, length)] if self._by_heads else self._columns.pieces(self._group.rank(), length)
+
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+        self,
+        inner: Attention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *,
+        in_order: bool = False,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention; transformers calls it by name."""
-        inner, group = attention_function(self._base, module), self._group
-        if self._length is not None and self._by_heads:
-            return attend_by_heads(inner, group, module, query, key, value, attention_mask, **kwargs)
-        if self._length is not None:
-            # The mask is that of this rank's queries and of all keys, one rank's after another.
-            key, value = gather_keys(key, group), gather_keys(value, group)
-        output: tuple[Tensor, Any] = inner(module, query, key, value, attention_mask, **kwargs)
-        return output
+        """Compute attention of the tokens of a part to full sequences.
+
+        Args:
+            inner: the attention of the model.
+            module: of attention.
+            query: (batch, heads, seq/cp, width)
+            key: (batch, key heads, seq/cp, width)
+            value: (batch, key heads, seq/cp, width)
+            mask: as `inner` takes it.
+            in_order: whether gathered keys are in the order of the sequence. They come one rank's
+                after another otherwise, as the masks of `mask` have them.
+            kwargs: further arguments of the attention.
+
+        Returns:
+            (batch, seq/cp, heads, width), and what else the function returns.
+        """
+        if self._by_heads:
+            return attend_by_heads(inner, self._group, module, query, key, value, mask, **kwargs)
+        key, value = gather_keys(key, self._group), gather_keys(value, self._group)
+        if in_order:
+            order = self._columns.joined(key.shape[2]).argsort().to(key.device)
+            key, value = key.index_select(2, order), value.index_select(2, order)
+        return inner(module, query, key, value, mask, **kwargs)
 
     def mask(self, **kwargs: Any) -> Any:
-        """Make a mask; transformers calls it by name."""
-        return mask_function_of(self._base)(**kwargs) if self._length is None else self._masks(**kwargs)
+        """Return the mask of a part, as the attention of the model takes it."""
+        return self._masks(**kwargs)
 
     def full_rows(self, values: Tensor) -> Tensor:
         """Join (rows * seq/cp, features) of all ranks to (rows * seq, features), in order."""
@@ -106,9 +133,13 @@ class ContextParallel:
     def _mine(self, length: int, device: torch.device) -> Tensor:
         return self._columns.of(self._group.rank(), length).to(device)
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._length is None:
-            return None
+    def begin(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a stage for the part of this process.
+
+        Args:
+            kwargs: with masks and positions of full sequences.
+        """
+        assert self._length is not None, "the sequences are not in parts"
         ids: Tensor = kwargs["input_ids"]
         positions, pads = kwargs.get("position_ids"), kwargs.get("attention_mask")
         self.pads = pads
@@ -123,4 +154,4 @@ class ContextParallel:
             # Blocks other than attention get its last columns, of as many tokens as the input has.
             mask = pads[:, self._columns.joined(self._length, last=self._group.rank()).to(ids.device)]
         mine = self._mine(self._length, ids.device)
-        return args, {**kwargs, "position_ids": positions[..., mine], "attention_mask": mask}
+        return {**kwargs, "position_ids": positions[..., mine], "attention_mask": mask}

@@ -26,7 +26,13 @@ from meshtrain.planning.page.curve import PARTS
 from meshtrain.planning.page.memory import limit_bytes, memory_bars, worst_curve
 from meshtrain.planning.page.mesh import mesh_grid
 from meshtrain.planning.page.time import message_seconds, most_messages
-from meshtrain.planning.remarks import compilation_remark, estimates_remark, host_remark, time_remark
+from meshtrain.planning.remarks import (
+    compilation_remark,
+    documents_remark,
+    estimates_remark,
+    host_remark,
+    time_remark,
+)
 from meshtrain.planning.sizing import Sizing
 from meshtrain.planning.tables import axes_table, memory_table, messages_table, work_table
 from meshtrain.training.report import batch_equation, border_tables, plan_table, shares_table
@@ -72,7 +78,12 @@ def _summary(sizing: Sizing) -> Iterator[Html]:
     yield key_values(sizing.key_figures(), alarms=[] if fits else ["fits"])
     if sizing.needs.time is None:
         yield paragraph(time_remark(sizing.needs, sizing.machine))
-    remarks = sizing.verdict.besides, estimates_remark(sizing.machine), compilation_remark(sizing.resolved)
+    remarks = (
+        sizing.verdict.besides,
+        estimates_remark(sizing.machine),
+        documents_remark(sizing.resolved),
+        compilation_remark(sizing.resolved),
+    )
     yield from _notes(*remarks)
 
 

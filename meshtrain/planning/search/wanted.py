@@ -11,7 +11,7 @@ from meshtrain.config.mesh import CP, EP
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import PlanError, UserError
-from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check import resolve_plan
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
@@ -64,8 +64,8 @@ class Wanted:
             UserError: if the plan contradicts the model or the batches.
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
-        base, data = self.base, self.config.data
-        batch = BatchShape(self.config.global_batch_size, rows, data.sequence_length, data.pad_to_multiple_of)
+        base = self.base
+        batch = replace(base.batch, micro_batch_size=rows)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,

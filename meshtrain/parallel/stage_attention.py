@@ -1,0 +1,98 @@
+"""The attention and the masks of the stages of a process, under one name in transformers.
+
+transformers calls both through its interfaces, by the name that a configuration has. The function
+that computes attention is still the one of the model.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
+from meshtrain.parallel.context.parts import ContextParallel
+from meshtrain.parallel.documents.attention import attend_by_segments
+from meshtrain.parallel.documents.mask import SegmentedMask
+from meshtrain.parallel.documents.segments import Piece, Segment, find_documents, find_segments
+
+
+class StageAttention:
+    """What the attention of the stages of a process does in place of the model's.
+
+    Args:
+        base: name of the attention of the model.
+        context: what this process does with its part of the sequences; None without cp.
+        by_documents: whether attention computes each document alone.
+        pieces: the columns whose queries are computed, in order, if they are cut into pieces
+            without cp.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        context: ContextParallel | None = None,
+        *,
+        by_documents: bool = False,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
+        self._base, self._context, self._by_documents, self._pieces = base, context, by_documents, pieces
+        self._segments: list[Segment] | None = None
+        self._name = attention_registered(self)
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Make a stage compute attention like this."""
+        model.set_attn_implementation(self._name)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        if self._context is not None:
+            self._context.watch_blocks(model)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """Compute attention; transformers calls it by name."""
+        if isinstance(attention_mask, SegmentedMask):
+            return self._attend_by_segments(module, query, key, value, attention_mask, **kwargs)
+        inner = attention_function(self._base, module)
+        if self._parts is not None:
+            return self._parts.attend(inner, module, query, key, value, attention_mask, **kwargs)
+        output: tuple[Tensor, Any] = inner(module, query, key, value, attention_mask, **kwargs)
+        return output
+
+    # Outside of compiled graphs: the lengths of documents would make a graph for each batch.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_by_segments(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: SegmentedMask, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        inner = partial(attend_by_segments, attention_function(self._base, module))
+        if self._parts is not None:
+            return self._parts.attend(inner, module, query, key, value, mask, in_order=True, **kwargs)
+        return inner(module, query, key, value, mask, **kwargs)
+
+    def mask(self, **kwargs: Any) -> Any:
+        """Make a mask; transformers calls it by name."""
+        if self._segments is not None:
+            return SegmentedMask(self._base, self._segments, **kwargs)
+        return (mask_function_of(self._base) if self._parts is None else self._parts.mask)(**kwargs)
+
+    @property
+    def _parts(self) -> ContextParallel | None:
+        """The parts of sequences, if the present forward pass computes some."""
+        return self._context if self._context is not None and self._context.is_in_parts else None
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions: Tensor | None = kwargs.get("position_ids")
+        self._segments = None
+        if self._by_documents and positions is not None and kwargs.get("attention_mask") is None:
+            self._segments = find_segments(find_documents(positions), self._pieces_of(positions.shape[1]))
+            # With a mask, transformers does not look for documents itself.
+            mask = None if self._parts else torch.ones_like(positions, dtype=torch.bool)
+            kwargs = {**kwargs, "attention_mask": mask}
+        return args, kwargs if self._parts is None else self._parts.begin(kwargs)
+
+    def _pieces_of(self, length: int) -> Sequence[Piece]:
+        if self._parts is not None:
+            return self._parts.pieces(length)
+        return [(0, length)] if self._pieces is None else self._pieces
