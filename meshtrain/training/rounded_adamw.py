@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
 from meshtrain.models.positions import mix
@@ -106,10 +106,3 @@ def round_at_random(
             up = (noise >> LOST_BITS * number & (1 << LOST_BITS) - 1).int()
             bits = (value[part].view(torch.int32) + up) & -(1 << LOST_BITS)
             target[part] = bits.view(torch.float32)
-
-
-def keep_formats(optimizer: Optimizer) -> None:
-    """Cast moments that were loaded to the number format in which an optimizer keeps them."""
-    for parameter, state in optimizer.state.items():
-        dtype = torch.bfloat16 if isinstance(optimizer, RoundedAdamW) else parameter.dtype
-        state |= {name: state[name].to(dtype) for name in MOMENTS if name in state}

@@ -22,7 +22,6 @@ from meshtrain.training.build import Run
 from meshtrain.training.directory import changed_length, checkpoints_root
 from meshtrain.training.history import BadStep, name_samples
 from meshtrain.training.identity import Identity
-from meshtrain.training.rounded_adamw import keep_formats
 from meshtrain.training.state import load_weights_of, restore_snapshot, take_snapshot
 
 Found = tuple[Location, Manifest]
@@ -151,8 +150,6 @@ def rewind(run: Run, bad: BadStep) -> None:
 
 def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     restore_snapshot(checkpoint, manifest, run.pipeline, run.state)
-    # The state may have been saved in another number format.
-    keep_formats(run.context.optimizer)
     run.context.loss_scale.restore(manifest.loss_scale)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
