@@ -33,6 +33,7 @@ def test_experts_on_two_ranks_compute_what_one_process_does() -> None:
             case_of("mixtral", two, "separate", config={"output_router_logits": True}),
             case_of("qwen3_moe", two, "padded", recompute={"mode": "selective"}),
             case_of("deepseek_v3", two, recompute={"mode": "full"}),
+            case_of("mixtral", two, shard={"offload": "cpu"}, loss={"chunk_tokens": 5}),
             case_of("gpt_oss", two, attention="eager"),
         ]
     )
@@ -49,6 +50,10 @@ def test_ep_beside_another_axis_computes_what_one_process_does(mesh: dict[str, i
     if "pp" in mesh:
         two = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
         cases += [case_of("gpt_oss", both, attention="eager"), case_of("qwen3_moe", both, pipeline=two)]
+    if "dp_shard" in mesh:
+        cases.append(case_of("mixtral", both, shard={"level": 2, "prefetch": 1}))
+    if "dp_replicate" in mesh:
+        cases.append(case_of("mixtral", both, shard={"reduce_gradients": "each_microbatch"}))
     assert_proven(cases)
 
 
