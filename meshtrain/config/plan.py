@@ -126,7 +126,7 @@ class AttentionPlan(Settings):
 
 
 class ShardPlan(Settings):
-    """Sharding of parameters, gradients and optimizer state over dp_shard and cp (FSDP2)."""
+    """Sharding of parameters, gradients and optimizer state over dp_shard, ep and cp (FSDP2)."""
 
     level: Literal[1, 2, 3] = 3
     """What each process holds only its part of, as in ZeRO: 1 the optimizer state, 2 also the

@@ -145,7 +145,9 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        if not stock_loss:
+        # The counts would cut the graphs of compiled layers, and torch would compile nothing of a
+        # layer that it recomputes.
+        if not stock_loss and not plan.compile.enabled:
             expert_use.watch(stage.model)
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, attention, in_float8)
         if base is not None and stage.is_last:

@@ -51,13 +51,13 @@ def apply_compile(stage: Stage, plan: ParallelPlan) -> None:
 
     With recomputation and tensor parallelism together, attention and MLP are compiled separately.
     The reason is that torch cannot save a DTensor for the recomputation of a compiled block. With
-    recomputation and documents that attention computes one by one, so are they too: the graph ends
-    at attention then, and torch would compile nothing of a layer whose recomputation it cannot
-    trace to its end.
+    recomputation and documents that attention computes one by one, or experts on several ranks, so
+    are they too: the graph ends there then, and torch would compile nothing of a layer whose
+    recomputation it cannot trace to its end.
     """
     if not plan.compile.enabled:
         return
-    ends_early = plan.mesh.tp > 1 or plan.attention.documents == "segments"
+    ends_early = plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.attention.documents == "segments"
     by_parts = plan.recompute.mode != "none" and ends_early
     for layer in stage.own_layers():
         for block in _blocks(layer) if by_parts else [layer]:

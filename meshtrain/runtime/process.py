@@ -85,7 +85,9 @@ def check_number_format(compute: str) -> None:
     """
     if compute != "float8" or not torch.cuda.is_available():
         return
-    index = local_rank_from_environment()
+    check_devices()
+    # A program that has joined has chosen its device, which may be the only one that it sees.
+    index = torch.cuda.current_device() if dist.is_initialized() else local_rank_from_environment()
     found = torch.cuda.get_device_capability(index)
     # GPUs of AMD have other formats of 8 bits.
     if found < FLOAT8_CAPABILITY or torch.version.hip is not None:

@@ -114,7 +114,8 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     computed_at = mark(gradient_device(pipeline))
     filled, norm, packed = _finish_gradients(context, computed)
     finished_at = mark(gradient_device(pipeline))
-    # The only read from the device in a step: everything queued so far is done once it returns.
+    # Everything queued so far is done once it returns. It is the only read from the device in a
+    # step, but for the rows that travel to experts of other ranks, and for separate documents.
     totals = _Totals.unpacked(packed.tolist())
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)

@@ -72,6 +72,18 @@ class Layer(nn.Module):
         self.experts = MixtralExperts(config).double()
 
 
+def train_experts_alone(chosen: list[int]) -> bool:
+    """Return whether the experts of this rank get a gradient, if nothing before them trains."""
+    mesh = init_mesh(MeshPlan(dp_shard=1, ep=2), "cpu")
+    with torch.device("meta"):
+        layer = Layer()
+    apply_expert_parallel(layer, mesh)
+    layer.to_empty(device="cpu")
+    hidden, weights = torch.ones(6, 8).double(), torch.ones(6, 2).double()
+    layer.experts(hidden, torch.tensor(chosen).expand(6, -1), weights).sum().backward()
+    return all(it.grad is not None for it in layer.experts.parameters())
+
+
 def compute_here(chosen: list[int], values: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Return the output of this rank, and the gradients of its tokens, weights and experts."""
     mesh = init_mesh(MeshPlan(dp_shard=1, ep=2), "cpu")
@@ -110,6 +122,10 @@ def test_ranks_without_a_token_stay_in_step(chosen: list[int]) -> None:
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
 
 
+def test_ranks_without_a_token_stay_in_step_if_experts_alone_train() -> None:
+    assert run_on_ranks(2, train_experts_alone, [0, 1]) == [True, False]
+
+
 def test_plans_that_do_not_fit_are_refused() -> None:
     assert problems_of("llama", {"ep": 2}) == ("mesh.ep = 2: LlamaForCausalLM has no stacked experts; use ep = 1",)
     assert problems_of("mixtral", {"ep": 3}, BatchShape(6, 2, 32)) == (
@@ -121,6 +137,26 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     assert str(problem) == (
         "mesh.ep = 2 with tensor style 'expert_parallel': the processes of ep hold whole experts already; make it "
         "'moe_tp_experts' (`tensor.experts` = \"tensor\"), which divides each expert over tp"
+    )
+
+
+def test_an_own_forward_of_experts_is_refused() -> None:
+    model = meta_model("mixtral")
+    stack = model.model.layers[1].mlp.experts
+    stack.forward = stack.forward
+    (problem,) = check_experts(ParallelPlan(mesh=MeshPlan(dp_shard=1, ep=2)), model, BATCH)
+    assert str(problem) == (
+        "mesh.ep = 2: the forward of model.layers.1.mlp.experts was replaced, and it would not see the experts of "
+        "other processes; leave it as it is, or use ep = 1"
+    )
+
+
+def test_selective_recomputation_of_compiled_layers_is_refused() -> None:
+    tables: dict[str, Any] = {"compile": {"enabled": True}, "recompute": {"mode": "selective"}}
+    assert problems_of("mixtral", {"ep": 2}, **tables) == (
+        "recompute.mode = 'selective' with compile.enabled and mesh.ep > 1: attention and MLP are then compiled "
+        "separately, and torch cannot select the results to keep inside them; set recompute.mode = 'full', or "
+        "compile.enabled = false",
     )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshtrain.config.mesh import EP, TP
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
@@ -145,10 +146,10 @@ def _check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
 
 
 def _check_selective(plan: ParallelPlan) -> Problems:
-    if plan.compile.enabled and plan.mesh.tp > 1:
+    for axis in (axis for axis in (TP, EP) if plan.compile.enabled and plan.mesh.degrees[axis] > 1):
         yield Problem(
-            "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
-            "separately, and torch cannot select the results to keep inside them",
+            f"recompute.mode = 'selective' with compile.enabled and mesh.{axis} > 1: attention and MLP are then "
+            "compiled separately, and torch cannot select the results to keep inside them",
             "set recompute.mode = 'full', or compile.enabled = false",
         )
     if plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:

@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from meshtrain.compat.nn import own_forward
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.patterns import as_pattern
@@ -19,6 +20,14 @@ def check_experts(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
     stacks = expert_stacks(model)
     if not stacks:
         yield Problem(f"mesh.ep = {ep}: {type(model).__name__} has no stacked experts", "use ep = 1")
+        return
+    replaced = [name for name, stack in stacks.items() if own_forward(stack) is not None]
+    if replaced:
+        yield Problem(
+            f"mesh.ep = {ep}: the forward of {replaced[0]} was replaced, and it would not see the experts of other "
+            "processes",
+            "leave it as it is, or use ep = 1",
+        )
         return
     try:
         numbers = {as_pattern(name): num_experts(stack) for name, stack in stacks.items()}

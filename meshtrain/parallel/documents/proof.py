@@ -23,7 +23,7 @@ CLOSE = 1e-5
 """Largest difference that is rounding, relative to the largest value: classes cast to float32."""
 SMALLEST = 1e-3
 """Smallest scale of a value, relative to the largest of all."""
-_known: dict[tuple[type, str], str | None] = {}
+_known: dict[tuple[type, str | None, str], str | None] = {}
 
 
 def why_not_alone(model: PreTrainedModel) -> str | None:
@@ -35,7 +35,8 @@ def why_not_alone(model: PreTrainedModel) -> str | None:
     Args:
         model: stock, on the meta device; it is not changed.
     """
-    key = stock_class(model), model.config.to_json_string(use_diff=False)
+    attention = attention_implementation(model.config.get_text_config())
+    key = stock_class(model), attention, model.config.to_json_string(use_diff=False)
     if key not in _known:
         _known[key] = _try(model)
     return _known[key]

@@ -5,6 +5,7 @@ rows, and the results travel back. Routers and shared experts stay as they are, 
 dropped.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ class Dispatched:
 
     group: ProcessGroup
     num_experts: int
+    parameters: Callable[[], Iterator[nn.Parameter]]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -73,14 +75,15 @@ class Dispatched:
         rows = there(hidden[route.order // index.shape[-1]], self.group)
         results = self._compute(rows, route.experts_of_rows())
         ordered = back(results, self.group)
-        by_choice = torch.empty_like(ordered).index_copy(0, route.order, ordered).view(*index.shape, -1)
+        by_choice = ordered[route.order.argsort()].view(*index.shape, -1)
         return (by_choice * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         if not len(rows):
             # The stock experts would return a tensor without a graph. This rank would then miss the
             # exchanges of the backward pass, and the others would wait for it forever.
-            return rows
+            trains = torch.is_grad_enabled() and any(it.requires_grad for it in self.parameters())
+            return rows if rows.requires_grad else rows.requires_grad_(trains)
         ones = torch.ones_like(experts, dtype=rows.dtype)
         return super().forward(rows, experts, ones)  # type: ignore[misc]
 

@@ -28,6 +28,7 @@ class ExpertUse:
         self._numbers: Mapping[str, int] = {name: number for name, number in numbers.items() if number}
         self._mesh, self._device = mesh, device
         self._counts: dict[str, Tensor] = {}
+        self._is_watching = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -40,6 +41,7 @@ class ExpertUse:
         Args:
             model: of the stage.
         """
+        self._is_watching = bool(self._numbers)
         for name, stack in expert_stacks(model).items():
             if name in self._numbers:
                 stack.register_forward_pre_hook(torch.compiler.disable(partial(self._count, name)), with_kwargs=True)
@@ -54,7 +56,7 @@ class ExpertUse:
 
     def totals(self) -> Tensor:
         """Return (3,) what `metrics` takes, the same on every process. Collective."""
-        if not self._numbers:
+        if not self._is_watching:
             return torch.zeros(3, dtype=torch.float64, device=self._device)
         counts = torch.cat([counted[:-1] for counted in self._counts.values()])
         together = all_reduce_over(counts, self._mesh, (PP, *TOKEN_AXES)).double()
@@ -63,7 +65,7 @@ class ExpertUse:
         return torch.stack([together.min(), together.max(), imbalance])
 
     def metrics(self, least: float, most: float, imbalance: float) -> dict[str, float]:
-        """Return the metrics of a step; an empty table for a model without stacked experts.
+        """Return the metrics of a step; an empty table if nothing is counted.
 
         Args:
             least: tokens of the expert that got the fewest, in any layer.
@@ -71,7 +73,7 @@ class ExpertUse:
             imbalance: most tokens of an expert, relative to the mean of its layer; the largest of
                 all layers. 1 if all experts of a layer get the same.
         """
-        if not self._numbers:
+        if not self._is_watching:
             return {}
         return {"expert_tokens_least": least, "expert_tokens_most": most, "expert_imbalance": imbalance}
 

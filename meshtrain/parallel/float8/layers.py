@@ -1,7 +1,7 @@
 """Which linear layers of a model compute in float8, and why others do not."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,6 +15,7 @@ from meshtrain.errors import Problem
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern, nearest
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.parallel.float8.product import MULTIPLE
 from meshtrain.parallel.router_loss import find_routers
 from meshtrain.parallel.tensor.modules import width_of
@@ -25,6 +26,8 @@ KEY = "precision.float8.skip"
 SKIPPED = "skipped"
 # What projections with full weights compute on a process, if these are not all outputs.
 _HEADS = ("own heads", "own keys")
+# Words in the names of routers. Not every class says which of its modules route tokens.
+_ROUTER_WORDS = ("router", "gate")
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,9 @@ def find_float8_layers(model: PreTrainedModel, plan: ParallelPlan, rules: Tensor
     routers = {*_routers(model)}
     chosen, others = [], {}
     for name, layer in _linear_layers(model):
-        if any(name == outer or name.startswith(f"{outer}.") for outer in skipped):
+        if _is_inside(name, skipped):
             others[name] = SKIPPED
-        elif layer in routers:
+        elif _is_inside(name, routers):
             others[name] = "routes tokens"
         elif (reason := _misfit(name, layer, rules, plan.mesh.tp)) is not None:
             others[name] = reason
@@ -120,10 +123,19 @@ def _skipped(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name, _ in model.named_modules() if any(regex.fullmatch(name) for regex in compiled)]
 
 
-def _routers(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
+    return any(name == it or name.startswith(f"{it}.") for it in outer)
+
+
+def _routers(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of routers: those that the class records, and those beside its experts."""
     recorder = router_recorder(model)
     if recorder is not None:
-        yield from (router for _, router in find_routers(model, recorder))
+        yield from (name for name, _ in find_routers(model, recorder))
+    for stack in expert_stacks(model):
+        block = stack.rpartition(".")[0]
+        beside = (kind for kind, _ in model.get_submodule(block).named_children())
+        yield from (f"{block}.{kind}" for kind in beside if any(word in kind for word in _ROUTER_WORDS))
 
 
 def _misfit(name: str, layer: nn.Module, rules: TensorRules, tp: int) -> str | None:

@@ -67,8 +67,9 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.recipe, ctx.num_tokens = recipe, x.shape[0]
         y = _multiply(_cast(_padded(x), E4M3, recipe), _cast(weight, E4M3, recipe))
         return y[: x.shape[0]]
 
@@ -79,7 +80,7 @@ class _Float8Product(torch.autograd.Function):
         recipe, gradient = ctx.recipe, _padded(gradient)
         of_x = of_weight = None
         if needs_x:
-            of_x = _multiply(_cast(gradient, recipe.gradients, recipe), _cast(weight.T, E4M3, recipe))[: x.shape[0]]
+            of_x = _multiply(_cast(gradient, recipe.gradients, recipe), _cast(weight.T, E4M3, recipe))[: ctx.num_tokens]
         if needs_weight:
             of_weight = _multiply(_cast(gradient.T, recipe.gradients, recipe), _cast(_padded(x).T, E4M3, recipe))
         return of_x, of_weight, None
