@@ -76,8 +76,8 @@ class StepResult:
         is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter
             has changed.
         fault: what is wrong with a bad step.
-        router: the mean auxiliary loss of the routers, if there is one, before its coefficient; how
-            many tokens the experts got, if there are any.
+        router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
+        experts: how many tokens the experts got, if there are any.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss
             scaling.
     """
@@ -92,6 +92,7 @@ class StepResult:
     is_skipped: bool
     fault: str | None
     router: dict[str, float]
+    experts: dict[str, float]
     scaling: dict[str, float]
 
 
@@ -147,7 +148,8 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         optimizer_seconds=time.perf_counter() - read + finish_seconds,
         is_skipped=is_skipped,
         fault=fault,
-        router=pipeline.router_loss.metrics(totals.router_mean) | pipeline.expert_use.metrics(*totals.expert_use),
+        router=pipeline.router_loss.metrics(totals.router_mean),
+        experts=pipeline.expert_use.metrics(*totals.expert_use),
         scaling=context.loss_scale.metrics(history.num_skipped),
     )
 
