@@ -258,7 +258,7 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
     """Return the plan completed with the mesh, and the model's precision and rules."""
     if mesh is not None:
         plan = _with_mesh(plan, mesh)
-    _refuse_cp(plan)
+    _refuse_of_runs(plan)
     if "precision" not in plan.model_fields_set:
         plan = plan.model_copy(update={"precision": _precision_of(model)})
     return with_family(plan, model.config.model_type)
@@ -369,7 +369,13 @@ def _is_method_of(module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__self__ is module
 
 
-def _refuse_cp(plan: ParallelPlan) -> None:
+def _refuse_of_runs(plan: ParallelPlan) -> None:
+    """Refuse what only `meshtrain train` does."""
+    if plan.attention.documents == "segments":
+        raise PlanError(
+            "attention.documents = 'segments': in a program the mask of the model keeps documents apart",
+            "leave it out, or train the model by `meshtrain train` or meshtrain.train",
+        )
     if plan.mesh.cp > 1:
         raise PlanError(
             f"mesh.cp = {plan.mesh.cp}: a program passes full sequences and gets full logits, and context parallelism "

@@ -223,10 +223,19 @@ def test_bytes_of_both_methods_are_counted() -> None:
 def test_a_program_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         meshtrain.parallelize(meta_model("gpt2"), {"mesh": {"cp": 2}})
-    assert not dist.is_initialized()
     assert caught.value.lines == (
         "mesh.cp = 2: a program passes full sequences and gets full logits, and context parallelism has parts of both; "
         "train it by `meshtrain train` or meshtrain.train, or use cp = 1",
+    )
+    assert not dist.is_initialized()
+
+
+def test_segments_in_a_program_are_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        meshtrain.parallelize(meta_model("gpt2"), {"attention": {"documents": "segments"}})
+    assert caught.value.lines == (
+        "attention.documents = 'segments': in a program the mask of the model keeps documents apart; leave it out, or "
+        "train the model by `meshtrain train` or meshtrain.train",
     )
 
 
