@@ -60,7 +60,6 @@ from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
-from meshtrain.parallel.experts.use import ExpertUse
 from meshtrain.parallel.float8 import apply_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
@@ -132,7 +131,6 @@ def build_pipeline(
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
     formula = None if stock_loss else find_formula(model)
-    expert_use = ExpertUse(model, mesh, device)
     router_loss = RouterLoss(formula, axis_size(mesh, *TOKEN_AXES), device, context)
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
@@ -145,10 +143,6 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        # The counts would cut the graphs of compiled layers, and torch would compile nothing of a
-        # layer that it recomputes.
-        if not stock_loss and not plan.compile.enabled:
-            expert_use.watch(stage.model)
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, attention, in_float8)
         if base is not None and stage.is_last:
             head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
@@ -174,7 +168,6 @@ def build_pipeline(
         streams=streams,
         context=context,
         router_loss=router_loss,
-        expert_use=expert_use,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
         head=head,

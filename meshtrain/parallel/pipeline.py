@@ -25,7 +25,6 @@ from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
-from meshtrain.parallel.experts.use import ExpertUse
 from meshtrain.parallel.head.chunks import ChunkedHead, LossFunction, take_loss
 from meshtrain.parallel.head.size import loss_dtype
 from meshtrain.parallel.randomness import ForwardStreams
@@ -64,7 +63,6 @@ class Pipeline:
         streams: seeds for dropout.
         context: what this process does with its part of the sequences; None without cp.
         router_loss: the auxiliary loss of routers, if the model has one.
-        expert_use: how many tokens each expert gets.
         rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is not the group of the pp axis. Collectives of that axis must not queue
@@ -87,7 +85,6 @@ class Pipeline:
     streams: ForwardStreams
     context: ContextParallel | None
     router_loss: RouterLoss
-    expert_use: ExpertUse
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
     head: ChunkedHead | None = None
@@ -215,7 +212,6 @@ class Pipeline:
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
-        self.expert_use.begin_step()
         run = _run_schedule if self.num_stages > 1 else _run_one_stage
         with self.rotary_length.of(inputs), self._in_parts(inputs, labels) as parts:
             return run(self, *parts, loss_function)

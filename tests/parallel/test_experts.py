@@ -214,6 +214,3 @@ def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:
     for one, other in zip(wanted, found, strict=True):
         for metric in ("loss", "grad_norm"):
             assert other[metric] == pytest.approx(one[metric], rel=1e-5)
-    for metric in ("expert_tokens_least", "expert_tokens_most", "expert_imbalance"):
-        assert found[0][metric] == wanted[0][metric]
-    assert 0 <= found[0]["expert_tokens_least"] < found[0]["expert_tokens_most"]

@@ -3,6 +3,5 @@
 Modules:
     dispatch: the exchange of tokens around stacked experts.
     stacks: the stacked experts of a model.
-    use: how many tokens each expert gets.
     trial: whether experts compute rows of single choices as the exchange needs it.
 """
