@@ -60,6 +60,8 @@ from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
+from meshtrain.parallel.experts.stacks import numbers_of_experts
+from meshtrain.parallel.experts.use import ExpertUse
 from meshtrain.parallel.float8 import apply_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
@@ -131,6 +133,9 @@ def build_pipeline(
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
     formula = None if stock_loss else find_formula(model)
+    # The counts would cut the graphs of compiled layers. A program has no metrics.
+    counted = {} if stock_loss or plan.compile.enabled else numbers_of_experts(model)
+    expert_use = ExpertUse([*counted.values()], mesh, device)
     router_loss = RouterLoss(formula, axis_size(mesh, *TOKEN_AXES), device, context)
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
@@ -153,6 +158,8 @@ def build_pipeline(
                 parameter_device=parameter_device(plan, device),
                 tied=stage.names_of_one_parameter(),
             )
+            if counted:
+                expert_use.watch(stage.model, counted)
         streams.watch(stage.model, stage.index)
     return Pipeline(
         stages=tuple(stages),
@@ -168,6 +175,7 @@ def build_pipeline(
         streams=streams,
         context=context,
         router_loss=router_loss,
+        expert_use=expert_use,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
         head=head,

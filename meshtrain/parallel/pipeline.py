@@ -25,6 +25,7 @@ from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.experts.use import ExpertUse
 from meshtrain.parallel.head.chunks import ChunkedHead, LossFunction, take_loss
 from meshtrain.parallel.head.size import loss_dtype
 from meshtrain.parallel.randomness import ForwardStreams
@@ -63,6 +64,7 @@ class Pipeline:
         streams: seeds for dropout.
         context: what this process does with its part of the sequences; None without cp.
         router_loss: the auxiliary loss of routers, if the model has one.
+        expert_use: how many tokens each expert gets.
         rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is not the group of the pp axis. Collectives of that axis must not queue
@@ -85,6 +87,7 @@ class Pipeline:
     streams: ForwardStreams
     context: ContextParallel | None
     router_loss: RouterLoss
+    expert_use: ExpertUse
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
     head: ChunkedHead | None = None

@@ -228,6 +228,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
         "forward_backward_seconds": result.forward_backward_seconds,
         "optimizer_seconds": result.optimizer_seconds,
         **result.router,
+        **result.experts,
         **result.scaling,
         **run.context.history.metrics(),
         **{f"samples/{source}": count for source, count in batch.source_samples.items()},

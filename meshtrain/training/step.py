@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ class StepResult:
             has changed.
         fault: what is wrong with a bad step.
         router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
+        experts: how many tokens the experts got, if there are any.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss
             scaling.
     """
@@ -91,6 +92,7 @@ class StepResult:
     is_skipped: bool
     fault: str | None
     router: dict[str, float]
+    experts: dict[str, float]
     scaling: dict[str, float]
 
 
@@ -115,7 +117,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     finished_at = mark(gradient_device(pipeline))
     # Everything queued so far is done once it returns. It is the only read from the device in a
     # step, but for the rows that travel to experts of other ranks, and for separate documents.
-    totals = _Totals(*packed.tolist())
+    totals = _Totals.unpacked(packed.tolist())
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)
 
@@ -147,6 +149,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         is_skipped=is_skipped,
         fault=fault,
         router=pipeline.router_loss.metrics(totals.router_mean),
+        experts=pipeline.expert_use.metrics(*totals.experts),
         scaling=context.loss_scale.metrics(history.num_skipped),
     )
 
@@ -172,6 +175,13 @@ class _Totals(NamedTuple):
     """Number of gradients that were filled in with zeros, on all processes."""
     router_mean: float
     num_tokens: float
+    experts: tuple[float, ...]
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[float]) -> Self:
+        """Return the fields that `_finish_gradients` has joined to a vector."""
+        norm, loss, num_filled, router_mean, num_tokens, *experts = numbers
+        return cls(norm, loss, num_filled, router_mean, num_tokens, (*experts,))
 
 
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
@@ -188,7 +198,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals` (5,), float64, all on the device.
+        clipping; the fields of `_Totals` (8,), float64, all on the device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -200,7 +210,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, TOKEN_AXES)
     norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
     norm = norm / scale
-    return filled, norm, torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
+    found = torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
+    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found)])
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:

@@ -214,3 +214,8 @@ def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:
     for one, other in zip(wanted, found, strict=True):
         for metric in ("loss", "grad_norm"):
             assert other[metric] == pytest.approx(one[metric], rel=1e-5)
+        for metric in ("expert_tokens_least", "expert_tokens_most", "expert_imbalance"):
+            assert other[metric] == one[metric]
+        # 8 sequences of 16 tokens, 2 of 4 experts each.
+        assert one["expert_imbalance"] * 64 == one["expert_tokens_most"]
+        assert one["expert_tokens_least"] <= 64 < one["expert_tokens_most"]

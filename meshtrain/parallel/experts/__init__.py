@@ -4,4 +4,5 @@ Modules:
     dispatch: the exchange of tokens around stacked experts.
     stacks: the stacked experts of a model.
     trial: whether experts compute rows of single choices as the exchange needs it.
+    use: how many tokens each expert gets.
 """

@@ -21,6 +21,12 @@ def expert_parameters(model: nn.Module) -> set[str]:
     return {f"{name}.{kind}" for name, stack in stacks for kind, _ in stack.named_parameters(recurse=False)}
 
 
+def numbers_of_experts(model: nn.Module) -> dict[str, int]:
+    """Return name -> number of experts of each stack that says it."""
+    numbers = {name: getattr(stack, "num_experts", None) for name, stack in expert_stacks(model).items()}
+    return {name: number for name, number in numbers.items() if isinstance(number, int)}
+
+
 def num_experts(stack: nn.Module) -> int:
     """Return the number of experts of a stack, on all ranks of ep or on this one alone.
 
