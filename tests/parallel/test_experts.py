@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from meshtrain.config.mesh import EP, MeshPlan
@@ -137,6 +137,30 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     assert str(problem) == (
         "mesh.ep = 2 with tensor style 'expert_parallel': the processes of ep hold whole experts already; make it "
         "'moe_tp_experts' (`tensor.experts` = \"tensor\"), which divides each expert over tp"
+    )
+
+
+class SquaresWeights(MixtralExperts):
+    """Experts whose results do not grow with their weights."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result: Tensor = super().forward(hidden_states, top_k_index, top_k_weights.square())
+        return result
+
+
+class SquaredMixtral(MixtralForCausalLM):
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.experts = SquaresWeights(config)
+
+
+def test_experts_that_do_not_sum_weighted_results_are_refused() -> None:
+    with torch.device("meta"):
+        model = SquaredMixtral(MixtralConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64))
+    (problem,) = check_experts(ParallelPlan(mesh=MeshPlan(dp_shard=1, ep=2)), model, BATCH)
+    assert str(problem) == (
+        "mesh.ep = 2: SquaredMixtral does not sum the results of its experts by their weights; use ep = 1"
     )
 
 
