@@ -244,6 +244,21 @@ def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:
     return recorder if isinstance(recorder, OutputRecorder) else None
 
 
+def selection_bias(block: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return where the bias is with which a block selects experts, beside its scores, or None.
+
+    Its module and name are returned. It is a buffer, or a frozen parameter.
+
+    Why: only its name shows that it has no part in the weights of the chosen experts.
+    Holds: transformers 5.17 to 5.23.
+    """
+    for module in block.modules():
+        for name in ("e_score_correction_bias", "expert_bias"):
+            if isinstance(getattr(module, name, None), Tensor):
+                return module, name
+    return None
+
+
 def checkpoint_of(layer: Any) -> Callable[..., Any]:
     """Return the function that a layer calls to compute with recomputation.
 

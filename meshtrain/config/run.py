@@ -123,6 +123,23 @@ class LearningRateConfig(Settings):
     or `min_lr_rate`."""
 
 
+class RouterConfig(Settings):
+    """How the routers of a mixture of experts are trained, besides the auxiliary loss for which the
+    Hugging Face configuration asks (`output_router_logits`)."""
+
+    z_loss: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.0
+    """Factor of the z-loss, which keeps the logits of routers small: the mean of the square of the
+    logarithm of the sum of their exponentials. 0: none."""
+    bias_update_rate: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.0
+    """After each step, the bias with which a router selects an expert rises by this number if the
+    expert got fewer tokens than the mean, and falls if it got more. So the use of the experts is
+    balanced without a loss. It is for classes with such a bias, for example DeepSeek-V3. 0: the
+    biases stay."""
+
+
+STOCK_ROUTER = RouterConfig()
+
+
 class EvaluationConfig(Settings):
     """The loss on the validation data during training."""
 
@@ -258,6 +275,7 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
+    router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

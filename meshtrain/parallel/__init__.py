@@ -16,7 +16,7 @@ randomness: random streams for dropout.
 recorded_stage: the stage of torch's schedules.
 replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
-router_loss: the auxiliary loss of the routers of a mixture of experts.
+routers: the losses of routers, and the biases with which they select experts.
 schedule: the process of each stage, and the messages of a forward pass without a backward pass.
 shard: FSDP2 over the data-parallel axes.
 stage_attention: the attention of a stage, where it is not only the model's own.
@@ -43,6 +43,7 @@ from transformers import PreTrainedModel
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.mesh import CP, EP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
     adapter_parameters,
@@ -70,7 +71,8 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
-from meshtrain.parallel.router_loss import RouterLoss, find_formula
+from meshtrain.parallel.routers.formulas import find_formulas
+from meshtrain.parallel.routers.loss import RouterLoss
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.stage_attention import StageAttention
@@ -92,6 +94,7 @@ def build_pipeline(
     micro_batch_size: int,
     seed: int,
     device: torch.device,
+    router: RouterConfig = STOCK_ROUTER,
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
     allocation: AbstractContextManager[Any] = _REAL,
@@ -106,6 +109,7 @@ def build_pipeline(
         micro_batch_size: in sequences.
         seed: of the run, for dropout.
         device: the device that computes.
+        router: how the routers are trained.
         stock_loss: whether the loss is computed by the model's own forward pass. That loss then
             includes the auxiliary loss of the routers. Only without a pipeline.
         adapters: LoRA layers that `take_off_adapters` removed from the model. Without a pipeline
@@ -132,11 +136,12 @@ def build_pipeline(
     fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
-    formula = None if stock_loss else find_formula(model)
-    # The counts would cut the graphs of compiled layers. A program has no metrics.
-    counted = {} if stock_loss or plan.compile.enabled else numbers_of_experts(model)
-    expert_use = ExpertUse([*counted.values()], mesh, device)
-    router_loss = RouterLoss(formula, axis_size(mesh, *TOKEN_AXES), device, context)
+    formulas = None if stock_loss else find_formulas(model, router)
+    # The counts cut the graphs of compiled layers. A program has no metrics.
+    is_counted = bool(router.bias_update_rate) or not (stock_loss or plan.compile.enabled)
+    counted = numbers_of_experts(model) if is_counted else {}
+    expert_use = ExpertUse([*counted.values()], mesh, device, context, router.bias_update_rate)
+    router_loss = RouterLoss(formulas, axis_size(mesh, *TOKEN_AXES), device, context)
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)

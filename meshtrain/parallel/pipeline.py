@@ -32,7 +32,7 @@ from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recorded_stage import RecordedStage
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
-from meshtrain.parallel.router_loss import RouterLoss
+from meshtrain.parallel.routers.loss import RouterLoss
 from meshtrain.parallel.schedule import ForwardMessages
 from meshtrain.parallel.shard import prepare_backward, reshard
 from meshtrain.parallel.tensor.collectives import shard_width
@@ -63,7 +63,7 @@ class Pipeline:
         replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
         context: what this process does with its part of the sequences; None without cp.
-        router_loss: the auxiliary loss of routers, if the model has one.
+        router_loss: the losses of routers, if the model or the run asks for them.
         expert_use: how many tokens each expert gets.
         rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a

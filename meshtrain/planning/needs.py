@@ -95,6 +95,7 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         batch=resolved.batch,
         inputs=inputs,
         optimizer=config.optimizer,
+        router=config.router,
         granularity=granularity,
         on_gpus=on_gpus,
     )

@@ -127,6 +127,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
         device=process.device,
+        router=config.router,
     )
     return StepContext(
         pipeline=pipeline,

@@ -95,7 +95,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         data.pad_to_multiple_of,
         separates=data.documents == "separate",
     )
-    plan = resolve_plan(plan, model, batch, world_size or _natural_world_size(config.plan))
+    number = world_size or _natural_world_size(config.plan)
+    plan = resolve_plan(plan, model, batch, number, router=config.router)
     return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))
 
 

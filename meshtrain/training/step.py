@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from meshtrain.config.mesh import CP, DATA_AXES, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.routers.loss import MOST_TERMS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.gradients import (
     fill_gradients,
@@ -65,8 +66,8 @@ class StepResult:
     """The result of one optimizer step.
 
     Attributes:
-        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss
-            of routers.
+        loss: mean over the trained tokens of the global batch, in nats; without the losses of
+            routers.
         gradient_norm: norm before clipping, and without the loss scale.
         num_tokens: number of trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters for which no sample of the
@@ -76,7 +77,7 @@ class StepResult:
         is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter
             has changed.
         fault: what is wrong with a bad step.
-        router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
+        router: the mean of each loss of the routers, if there is one; before its coefficient.
         experts: how many tokens the experts got, if there are any.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss
             scaling.
@@ -148,7 +149,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         optimizer_seconds=time.perf_counter() - read + finish_seconds,
         is_skipped=is_skipped,
         fault=fault,
-        router=pipeline.router_loss.metrics(totals.router_mean),
+        router=pipeline.router_loss.metrics(totals.router_means),
         experts=pipeline.expert_use.metrics(*totals.experts),
         scaling=context.loss_scale.metrics(history.num_skipped),
     )
@@ -173,15 +174,15 @@ class _Totals(NamedTuple):
     loss: float
     num_filled: float
     """Number of gradients that were filled in with zeros, on all processes."""
-    router_mean: float
+    router_means: tuple[float, ...]
     num_tokens: float
     experts: tuple[float, ...]
 
     @classmethod
     def unpacked(cls, numbers: Sequence[float]) -> Self:
         """Return the fields that `_finish_gradients` has joined to a vector."""
-        norm, loss, num_filled, router_mean, num_tokens, *experts = numbers
-        return cls(norm, loss, num_filled, router_mean, num_tokens, (*experts,))
+        norm, loss, num_filled, num_tokens, *others = numbers
+        return cls(norm, loss, num_filled, (*others[:MOST_TERMS],), num_tokens, (*others[MOST_TERMS:],))
 
 
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
@@ -198,7 +199,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals` (8,), float64, all on the device.
+        clipping; the fields of `_Totals` (9,), float64, all on the device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -207,10 +208,10 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     loss = computed.loss
     # A tp group may have used some experts on one of its processes only.
     num_filled = all_reduce_over(loss.new_full((), float(len(filled))), pipeline.mesh, [TP])
-    sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, TOKEN_AXES)
-    norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
+    own = torch.cat([torch.stack([loss, num_filled]), pipeline.router_loss.total])
+    norm, loss, num_filled, *router_means = gradient_norm(pipeline, *all_reduce_over(own, pipeline.mesh, TOKEN_AXES))
     norm = norm / scale
-    found = torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
+    found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *router_means])
     return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found)])
 
 
@@ -226,6 +227,7 @@ def _update(context: StepContext, learning_rate: float) -> None:
     for group in context.optimizer.param_groups:
         group["lr"] = learning_rate
     context.optimizer.step()
+    context.pipeline.expert_use.move_biases()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ parallel.py    training of the plan on ranks
 prove.py       a proof: both sides are trained and compared
 record.py      the flags of model types that are proven
 reference.py   training of the stock model in one process
+routers.py     z-loss and selection biases of the stock model
 rounding.py    what rounding alone changes in the stock model
 shrink.py      small meshes and plans
 tiny.py        tiny configurations

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerConfig
+from meshtrain.config.run import STOCK_ROUTER, OptimizerConfig, RouterConfig
 
 Rows = Literal["joined", "separate", "padded", "bucketed"]
 """The rows of a batch. `joined`: full sequences. `separate`: sequences of several documents,
@@ -36,6 +36,7 @@ class ProofCase:
         rows: kind of the rows of the batches.
         pretrained: whether training starts from given weights, so that the initialization need not
             be repeatable.
+        router: how routers are trained.
     """
 
     architecture: str
@@ -46,6 +47,7 @@ class ProofCase:
     attention: str
     trust_remote_code: bool
     pretrained: bool = False
+    router: RouterConfig = STOCK_ROUTER
 
     @property
     def vocabulary(self) -> int:
@@ -68,11 +70,14 @@ class Trace:
 
     Attributes:
         initial: initial parameters.
-        losses: of each step, without the auxiliary loss of routers.
-        router_losses: of each step, if there is one.
+        losses: of each step, without the losses of routers.
+        router_losses: auxiliary losses of each step, if there are any.
+        router_z_losses: of each step, if there are any.
         norms: of each step's gradient, before clipping.
         gradients: of each step, before clipping; those of this process.
         parameters: after the last step; those of this process.
+        biases: with which routers select experts, after the last step, if steps move them; those of
+            this process that are buffers.
         evaluation: mean loss over the first batch, after the last step.
         layers: output of each decoder layer for the very first microbatch, or this process's part
             of its sequence.
@@ -81,9 +86,11 @@ class Trace:
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     router_losses: list[float] = field(default_factory=list)
+    router_z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float = 0.0
     layers: dict[str, Tensor] = field(default_factory=dict)
 

@@ -64,6 +64,8 @@ def compare(
     kinds = [("loss", "losses"), ("gradient norm", "norms")]
     if expected.router_losses:
         kinds.append(("router loss", "router_losses"))
+    if expected.router_z_losses:
+        kinds.append(("router z-loss", "router_z_losses"))
     for what, name in kinds:
         pairs = [(getattr(trace, name), getattr(expected, name)) for trace in traces]
         errors = {
@@ -75,6 +77,8 @@ def compare(
     findings.append(worst("gradient", gradients))
     parameters = _tensor_errors([trace.parameters for trace in traces], expected.parameters, smallest_scale)
     findings.append(worst("parameter after 3 steps", parameters))
+    if expected.biases:
+        findings.append(worst("router bias", _tensor_errors([it.biases for it in traces], expected.biases, 0.0)))
     evaluation = max(relative_error(trace.evaluation, expected.evaluation) for trace in traces)
     findings.append(worst("evaluation loss", {"": evaluation}))
     return findings

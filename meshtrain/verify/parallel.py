@@ -21,7 +21,9 @@ from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.experts.stacks import selection_biases
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.parallel.routers.formulas import AUXILIARY_LOSS, Z_LOSS
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
 from meshtrain.parallel.transposable import gather_along
 from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
@@ -86,6 +88,8 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
         watches = not case.plan.compile.enabled and data_rank(pipeline.mesh) == 0
         layers = keep_outputs(_own_layers(pipeline)) if watches else {}
         trace = train_pipeline(pipeline, case.batches())
+        if case.router.bias_update_rate:
+            trace.biases = _selection_biases(pipeline)
     trace.initial, trace.layers = own, _in_full(pipeline, layers)
     return trace
 
@@ -154,7 +158,8 @@ def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace
     ids = np.arange(len(batch["input_ids"]))
     result = train_step(context, step, local_rows(pipeline, batch), ids)
     trace.losses.append(result.loss)
-    trace.router_losses.extend(result.router.values())
+    trace.router_losses += [value for name, value in result.router.items() if name == AUXILIARY_LOSS]
+    trace.router_z_losses += [value for name, value in result.router.items() if name == Z_LOSS]
     trace.norms.append(result.gradient_norm)
     unclip = max(1.0, (result.gradient_norm + 1e-6) / context.max_gradient_norm)
     gradients = {
@@ -185,6 +190,7 @@ def build_on_ranks(case: ProofCase, plan: ParallelPlan) -> Pipeline:
         micro_batch_size=MICRO_BATCH_SIZE,
         seed=SEED,
         device=torch.device("cpu"),
+        router=case.router,
     )
 
 
@@ -194,6 +200,12 @@ def _own_layers(pipeline: Pipeline) -> dict[str, torch.nn.Module]:
         prefix = next(name for name, module in stage.model.named_modules() if module is stage.layers)
         layers |= {f"{prefix}.{stage.first_layer + index}": layer for index, layer in enumerate(stage.own_layers())}
     return layers
+
+
+def _selection_biases(pipeline: Pipeline) -> dict[str, Tensor]:
+    found = [bias for stage in pipeline.stages for bias in selection_biases(stage.model).values()]
+    own = {id(getattr(module, name)) for module, name in found}
+    return {name: buffer.clone() for name, buffer in pipeline.saved_buffers() if id(buffer) in own}
 
 
 def _gather(pipeline: Pipeline) -> dict[str, Tensor]:

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
+from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, neighbor_of, with_noise
+from meshtrain.verify.routers import WatchedRouters
 
 
 def given_weights(case: ProofCase) -> dict[str, Tensor]:
@@ -33,7 +35,7 @@ def train_stock(case: ProofCase, initial: dict[str, Tensor], *, neighbor: int | 
     with float32_casts_lifted():
         copy_weights_into(model, weights if neighbor is None else neighbor_of(weights, neighbor))
         layers = keep_outputs(dict(_named_layers(model)))
-        trace = train_model(model, case.batches())
+        trace = train_model(model, case.batches(), case.router)
     trace.initial = {} if case.pretrained else initial
     # The outputs of documents that run alone are not those of a microbatch.
     trace.layers = {} if case.rows == "separate" else layers
@@ -71,8 +73,11 @@ def copy_weights_into(model: PreTrainedModel, values: Mapping[str, Tensor]) -> N
             parameter.copy_(values[name])
 
 
-def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Trace:
+def train_model(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], router_config: RouterConfig = STOCK_ROUTER
+) -> Trace:
     """Train a stock model as it is, one step for each global batch."""
+    routers = WatchedRouters(model, router_config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trace, optimizer = Trace(), build_adamw(parameters)
     for batch in batches:
@@ -83,11 +88,16 @@ def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) ->
             router = _router_loss(model, router_logits, batch)
             trace.router_losses.append(router.item())
             loss = loss + model.config.router_aux_loss_coef * router
+        if router_config.z_loss:
+            z_loss = routers.z_loss(batch)
+            trace.router_z_losses.append(z_loss.item())
+            loss = loss + router_config.z_loss * z_loss
         loss.backward()
         trace.gradients.append({n: p.grad.clone() for n, p in _parameters(model) if p.grad is not None})
         trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
         optimizer.step()
-    trace.parameters = copy_weights(model)
+        routers.end_step(batch)
+    trace.parameters, trace.biases = copy_weights(model), routers.buffers()
     with torch.no_grad():
         trace.evaluation = _run(model.eval(), batches[0])[1].item()
     return trace

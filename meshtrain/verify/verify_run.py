@@ -10,6 +10,7 @@ from meshtrain.config.data import DataConfig
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
@@ -66,6 +67,7 @@ def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
         pretrained=config.model.weights == "pretrained",
+        router=config.router,
     )
 
 
@@ -134,6 +136,7 @@ def make_case(
     attention: str = "sdpa",
     trust_remote_code: bool = False,
     pretrained: bool = False,
+    router: RouterConfig = STOCK_ROUTER,
 ) -> ProofCase:
     """Return a tiny model of the same class under the plan on a small mesh.
 
@@ -143,6 +146,7 @@ def make_case(
         mesh: at most a few processes.
         rows: of the batches.
         pretrained: whether the run starts from given weights.
+        router: how the run trains routers.
 
     Raises:
         UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the
@@ -162,7 +166,7 @@ def make_case(
     global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree
     world_size = mesh.world_size
     batch = BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE, separates=rows == "separate")
-    plan = resolve_plan(plan, model, batch, world_size)
+    plan = resolve_plan(plan, model, batch, world_size, router=router)
     return ProofCase(
         architecture=type(model).__name__,
         hf_config=tiny,
@@ -172,4 +176,5 @@ def make_case(
         attention=attention,
         trust_remote_code=trust_remote_code,
         pretrained=pretrained,
+        router=router,
     )

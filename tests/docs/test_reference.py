@@ -16,6 +16,7 @@ from docs.generate import commands, configuration, coverage, terminal
 from meshtrain.config.plan import Style
 from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
+from meshtrain.parallel.routers.formulas import AUXILIARY_LOSS, Z_LOSS
 from meshtrain.training import directory
 from meshtrain.training.directory import FREE
 from meshtrain.training.files import SAVED_KEY
@@ -124,8 +125,9 @@ def test_keys_that_a_resumed_run_may_change_are_listed() -> None:
 
 def keys_of_metrics() -> set[str]:
     """Return the keys of metrics.jsonl, from the tables that the code makes for hooks."""
-    found = {SAVED_KEY, "step", *(f"epoch_{name}" for name in AVERAGED[:2])}
-    for path in [*(ROOT / "meshtrain" / "training").glob("*.py"), ROOT / "meshtrain" / "parallel" / "router_loss.py"]:
+    found = {SAVED_KEY, "step", AUXILIARY_LOSS, Z_LOSS, *(f"epoch_{name}" for name in AVERAGED[:2])}
+    package = ROOT / "meshtrain"
+    for path in [*(package / "training").glob("*.py"), package / "parallel" / "experts" / "use.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.FunctionDef(name="metrics" | "_metrics" | "note" | "averages", body=made):

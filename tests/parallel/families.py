@@ -156,7 +156,9 @@ def copy_buffers(stock: PreTrainedModel, pipeline: Pipeline) -> None:
     tables = dict(stock.named_buffers())
     for stage in pipeline.stages:
         for name, buffer in stage.model.named_buffers():
-            buffer.copy_(tables[name])
+            # The stock model does not count the tokens of its experts.
+            if name in tables:
+                buffer.copy_(tables[name])
 
 
 def _stock(family: Family) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerConfig
+from meshtrain.config.run import STOCK_ROUTER, OptimizerConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -155,6 +155,7 @@ def run_of(
     batch = BatchShape(2 * microbatches * mesh.data_degree, 2, length, separates=separates)
     resolved = resolve_plan(wanted, model, batch, world_size)
     return SimulatedRun(
+        router=STOCK_ROUTER,
         hf_config=config,
         attention=attention_implementation(model.config) or "eager",
         trust_remote_code=False,

@@ -10,6 +10,7 @@ Modules:
     float8: matrix products in float8.
     head: head and loss in chunks.
     pipeline: schedules, cuts, and the layers of each stage.
+    routers: losses and biases of routers.
     shard: levels of sharding, and when gradients are reduced.
     tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
@@ -24,8 +25,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.mesh import EP, TP
 from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.config.schedules import SCHEDULES
-from meshtrain.errors import ModelError, PlanError, Problem, UserError
+from meshtrain.errors import PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
@@ -34,10 +36,10 @@ from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.check.float8 import check_float8, resolve_float8
 from meshtrain.parallel.check.head import check_head, resolve_loss
 from meshtrain.parallel.check.pipeline import check_pipeline, check_stages, resolve_layers
+from meshtrain.parallel.check.routers import check_routers
 from meshtrain.parallel.check.shard import check_shard, resolve_shard
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers, structures_shared
-from meshtrain.parallel.router_loss import find_formula
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -51,6 +53,7 @@ def resolve_plan(
     batch: BatchShape,
     world_size: int,
     *,
+    router: RouterConfig = STOCK_ROUTER,
     known_tensor: TensorPlan | None = None,
     runs_model: bool = True,
 ) -> ParallelPlan:
@@ -61,6 +64,7 @@ def resolve_plan(
         model: the stock model on the meta device; it is not changed.
         batch: shape of the batches.
         world_size: number of processes.
+        router: how the run trains routers.
         known_tensor: the tensor rules of a resolved plan with the same `tensor` and `tp`. They are
             not derived again.
         runs_model: whether to run the model and its stages on meta, to find out whether it can be
@@ -82,6 +86,8 @@ def resolve_plan(
     for check in CHECKS:
         if runs_model or check not in RUNNING_CHECKS:
             problems += check(plan, model, batch)
+    # The rules of tensor parallelism are right only without problems so far.
+    problems = problems or list(check_routers(plan, model, router))
     if problems:
         raise PlanError(problems)
     layers = resolve_layers(plan, model, batch)
@@ -103,10 +109,6 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
         yield Problem(f"model_types: this plan is for {known}, but the model is a {model_type}", "use another plan")
-    try:
-        find_formula(model)
-    except ModelError as error:
-        yield from error.problems
     for name in ("layerdrop", "decoder_layerdrop"):
         if chance := getattr(model.config.get_text_config(), name, None):
             yield Problem(

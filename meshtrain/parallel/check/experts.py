@@ -10,6 +10,7 @@ from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
 from meshtrain.parallel.experts.trial import sums_weighted_results
 from meshtrain.parallel.tensor.rules import Problems
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def check_experts(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -43,8 +44,9 @@ def check_experts(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
                 f"mesh.ep = {ep} does not divide the {number} experts of {name}",
                 f"use one of {', '.join(map(str, ways))}",
             )
-    if plan.mesh.tp > 1 and "expert_parallel" in plan.tensor.styles.values():
+    whole = {style for style in plan.tensor.styles.values() if STYLES[style].shards == "experts"}
+    if plan.mesh.tp > 1 and whole:
         yield Problem(
-            f"mesh.ep = {ep} with tensor style 'expert_parallel': the processes of ep hold whole experts already",
+            f"mesh.ep = {ep} with tensor style {whole.pop()!r}: the processes of ep hold whole experts already",
             "make it 'moe_tp_experts' (`tensor.experts` = \"tensor\"), which divides each expert over tp",
         )

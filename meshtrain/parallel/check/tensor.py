@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.fused import unfuse
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
-from meshtrain.parallel.cut.probe import asks_for_router_loss
-from meshtrain.parallel.router_loss import find_routers
 from meshtrain.parallel.tensor.dataflow.checks import where_shares_differ
 from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
 from meshtrain.parallel.tensor.head_share import heads_of, local_value, uneven_heads
@@ -68,7 +65,6 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
                 *_check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads)),
                 *_check_blocks(rules.styles, model, plan.mesh.tp),
                 *_check_experts(rules, unfused, plan.mesh.tp),
-                *_check_routers(rules.styles, unfused),
                 *_check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp),
             ]
             yield from problems
@@ -161,23 +157,6 @@ def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
             yield Problem(
                 f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}", _set_tp(_divisors(size))
             )
-
-
-def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
-    recorder = router_recorder(model) if asks_for_router_loss(model) else None
-    seen = set()
-    for router, module in () if recorder is None else find_routers(model, recorder):
-        for name, _ in module.named_parameters(prefix=router):
-            owner = name.rpartition(".")[0]
-            row = STYLES[styles[owner]]
-            is_same = row.kind == "replica" and row.gradients == "full"
-            if not is_same and as_pattern(owner) not in seen:
-                seen.add(as_pattern(owner))
-                yield Problem(
-                    f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for the router's auxiliary loss "
-                    "(model.config.output_router_logits = True) every process needs the logits of whole microbatches",
-                    "make it 'replicate', or set output_router_logits to false",
-                )
 
 
 def _check_local_attributes(attributes: Mapping[str, list[str]], model: PreTrainedModel, tp: int) -> Problems:

@@ -113,6 +113,12 @@ class ContextParallel:
         """Return the mask of a part, as the attention of the model takes it."""
         return self._masks(**kwargs)
 
+    def own_pads(self) -> Tensor | None:
+        """Return (batch, seq/cp) 0 for padding, of this process's part; None without a mask."""
+        if self.pads is None or self._length is None:
+            return self.pads
+        return self.pads[:, self._mine(self._length, self.pads.device)]
+
     def full_rows(self, values: Tensor) -> Tensor:
         """Join (rows * seq/cp, features) of all ranks to (rows * seq, features), in order."""
         if self._length is None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from meshtrain.compat.transformers import can_leave_out_experts
+from meshtrain.compat.transformers import can_leave_out_experts, selection_bias
 from meshtrain.errors import ModelError
 
 
@@ -13,6 +13,27 @@ def expert_stacks(model: nn.Module) -> dict[str, nn.Module]:
         model: or a part of one.
     """
     return {name: module for name, module in model.named_modules() if can_leave_out_experts(module)}
+
+
+def block_of(model: nn.Module, stack: str) -> nn.Module:
+    """Return the module around a stack of experts, which has their router.
+
+    Args:
+        stack: its name in the model.
+    """
+    return model.get_submodule(stack.rpartition(".")[0])
+
+
+def selection_biases(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return stack -> module and name of the bias that its router selects experts with.
+
+    Stacks without such a bias are left out.
+
+    Args:
+        model: or a part of one.
+    """
+    found = {name: selection_bias(block_of(model, name)) for name in expert_stacks(model)}
+    return {name: bias for name, bias in found.items() if bias is not None}
 
 
 def expert_parameters(model: nn.Module) -> set[str]:

@@ -17,7 +17,7 @@ from meshtrain.models.patterns import as_pattern, compile_pattern, nearest
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.parallel.float8.product import MULTIPLE
-from meshtrain.parallel.router_loss import find_routers
+from meshtrain.parallel.routers.formulas import find_routers
 from meshtrain.parallel.tensor.modules import width_of
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tensor.styles import STYLES

@@ -197,6 +197,7 @@ def _record(
             micro_batch_size=run.batch.micro_batch_size,
             seed=0,
             device=torch.device("cpu"),
+            router=run.router,
             allocation=fake,
             structure=shared_structure(run),
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerConfig
+from meshtrain.config.run import OptimizerConfig, RouterConfig
 from meshtrain.parallel.check import BatchShape
 
 
@@ -21,6 +21,7 @@ class SimulatedRun:
         batch: shape of the batches.
         inputs: names of the inputs besides `input_ids` and `labels`.
         optimizer: of the run.
+        router: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
         layers: indices of the layers of the model that exist, ascending; None: all.
@@ -33,6 +34,7 @@ class SimulatedRun:
     batch: BatchShape
     inputs: tuple[str, ...]
     optimizer: OptimizerConfig
+    router: RouterConfig
     granularity: int = 1
     on_gpus: bool = False
     layers: tuple[int, ...] | None = None

@@ -1,0 +1,76 @@
+"""Check that a model and its plan have what the losses and biases of routers need."""
+
+import copy
+
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RouterConfig
+from meshtrain.errors import ModelError, Problem
+from meshtrain.models.fused import unfuse
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.cut.probe import asks_for_router_loss
+from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
+from meshtrain.parallel.routers.formulas import RouterFormulas, find_formulas, find_routers
+from meshtrain.parallel.tensor.rules import Problems, resolve_rules
+from meshtrain.parallel.tensor.styles import STYLES
+
+
+def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConfig) -> Problems:
+    """Yield why a model or its plan does not fit the losses and biases that are asked for.
+
+    Args:
+        plan: with rules of tensor parallelism that fit the model.
+        model: the stock model on the meta device; it is not changed.
+        router: of the run.
+    """
+    try:
+        formulas = find_formulas(model, router)
+    except ModelError as error:
+        yield from error.problems
+    else:
+        if formulas is not None and plan.mesh.tp > 1:
+            yield from _check_styles(plan, model, formulas)
+    if router.bias_update_rate:
+        yield from _check_biases(router, model)
+
+
+def _check_styles(plan: ParallelPlan, model: PreTrainedModel, formulas: RouterFormulas) -> Problems:
+    unfused = copy.deepcopy(model)
+    unfuse(unfused, plan.tensor.fused)
+    styles = resolve_rules(unfused, plan.tensor).styles
+    if asks_for_router_loss(model):
+        asked = "the router's auxiliary loss (model.config.output_router_logits = True)"
+        otherwise = "set output_router_logits to false"
+    else:
+        asked, otherwise = "router.z_loss", "leave that out"
+    seen = set()
+    for name, module in find_routers(unfused, formulas.recorder):
+        for parameter, _ in module.named_parameters(prefix=name):
+            owner = parameter.rpartition(".")[0]
+            row = STYLES[styles[owner]]
+            is_same = row.kind == "replica" and row.gradients == "full"
+            if not is_same and as_pattern(owner) not in seen:
+                seen.add(as_pattern(owner))
+                yield Problem(
+                    f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for {asked} every process needs the "
+                    "logits of whole microbatches",
+                    f"make it 'replicate', or {otherwise}",
+                )
+
+
+def _check_biases(router: RouterConfig, model: PreTrainedModel) -> Problems:
+    asked = f"router.bias_update_rate = {router.bias_update_rate}"
+    found, numbers = selection_biases(model), numbers_of_experts(model)
+    if not found:
+        has_experts = bool(expert_stacks(model))
+        what = "whose routers have no bias to select experts with" if has_experts else "which has no stacked experts"
+        yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
+    for name, bias in found.items():
+        size = getattr(*bias).numel()
+        if numbers.get(name) != size:
+            yield Problem(
+                f"{asked}, but the {size} biases beside {name} do not belong to its {numbers.get(name)} experts",
+                "leave it out",
+            )
+            return

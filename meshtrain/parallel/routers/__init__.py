@@ -1,0 +1,1 @@
+"""The losses of routers, and the biases with which they select experts."""

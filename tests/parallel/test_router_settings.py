@@ -1,0 +1,202 @@
+"""The z-loss of routers and moved biases equal those of one process; what cannot is refused."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshtrain.compat.transformers import router_recorder
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.run import CheckpointConfig, ModelConfig, RouterConfig, RunConfig
+from meshtrain.errors import PlanError
+from meshtrain.models.tiny import default_config, shrink
+from meshtrain.parallel.check import resolve_plan
+from meshtrain.parallel.experts.stacks import expert_stacks, selection_biases
+from meshtrain.parallel.routers.formulas import find_routers, z_loss
+from meshtrain.verify.case import ProofCase
+from meshtrain.verify.prove import prove_together, quiet_ranks
+from meshtrain.verify.reference import build_stock
+from tests.parallel.test_context import BATCH, case_of, meta_model
+from tests.parallel.test_experts import run_of, train
+from tests.training.runs import steps_of
+
+BOTH = RouterConfig(z_loss=0.3, bias_update_rate=0.01)
+Z_LOSS = RouterConfig(z_loss=0.3)
+# The auxiliary loss beside the z-loss.
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+# Their biases are frozen parameters; those of all others are buffers.
+WITH_PARAMETERS = {"afmoe", "ernie4_5_moe", "laguna"}
+
+
+def assert_proven(*cases: ProofCase) -> None:
+    for case, proof in zip(cases, prove_together(list(cases)), strict=True):
+        assert proof.difference is None, case.architecture
+        kinds = {finding.what for finding in proof.findings}
+        assert "router z-loss" in kinds
+        has_biases = case.hf_config.model_type not in {*WITH_PARAMETERS, "mixtral", "qwen3_moe"}
+        assert ("router bias" in kinds) == has_biases
+
+
+def asking(router: RouterConfig, *arguments: Any, **tables: Any) -> ProofCase:
+    return replace(case_of(*arguments, **tables), router=router)
+
+
+def test_one_process_computes_what_the_stock_model_does() -> None:
+    assert_proven(
+        asking(BOTH, "deepseek_v3", {}, "padded"),
+        asking(BOTH, "laguna", {}, recompute={"mode": "full"}),
+        asking(Z_LOSS, "mixtral", {}, "padded", config=ROUTED),
+        asking(Z_LOSS, "qwen3_moe", {}, "bucketed"),
+        # The layers break where tokens are counted.
+        asking(BOTH, "deepseek_v3", {}, compile={"enabled": True}),
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"cp": 2}], ids=str)
+def test_plans_compute_what_one_process_does(mesh: dict[str, int]) -> None:
+    split = {"sequence_parallel": True} if "tp" in mesh else {}
+    assert_proven(
+        asking(BOTH, "deepseek_v3", mesh, "padded", tensor=split),
+        # Biases that are parameters are cut by FSDP2.
+        asking(BOTH, "ernie4_5_moe", mesh, "padded"),
+        asking(Z_LOSS, "mixtral", mesh, "padded", config=ROUTED, recompute={"mode": "full"}),
+    )
+
+
+def tiny(kind: str) -> Any:
+    # Grouped matrix products do not compute in float64.
+    return build_stock(shrink(default_config(kind), 4), attention="eager").float()
+
+
+OTHER_KINDS = {
+    *("deepseek_v2", "deepseek_v3", "dots1", "gpt_oss", "hy_v3", "jamba", "kimi_linear", "laguna", "mimo_v2_flash"),
+    *("minimax", "minimax_m2", "mixtral", "nemotron_h", "qwen3_next", "solar_open"),
+}
+
+
+def kinds_with_experts() -> dict[str, nn.Module]:
+    kinds = {}
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if "moe" not in kind and kind not in OTHER_KINDS:
+            continue
+        model = tiny(kind)
+        if expert_stacks(model):
+            kinds[kind] = model
+    return kinds
+
+
+def test_classes_select_by_biases_and_return_logits() -> None:
+    selecting = set()
+    with quiet_ranks(), torch.no_grad():
+        for kind, model in kinds_with_experts().items():
+            recorder = router_recorder(model)
+            assert recorder is not None, kind
+            found = _run_changed(model.eval(), recorder)
+            for logits in found["logits"]:
+                # Softmax would have given a sum of exponentials of another size.
+                assert z_loss(logits, None).item() == pytest.approx(math.log(logits.shape[-1]) ** 2), kind
+            if selection_biases(model):
+                selecting.add(kind)
+                assert found["chosen"], kind
+                assert all((chosen == 1).any(-1).all() for chosen in found["chosen"]), kind
+    assert {"deepseek_v3", "glm4_moe", "minimax_m2", "lfm2_moe", "hy_v3", *WITH_PARAMETERS} <= selecting
+
+
+def _run_changed(model: Any, recorder: Any) -> dict[str, list[Tensor]]:
+    """Return the logits of routers without weights, and what they choose if expert 1 is favored."""
+    found: dict[str, list[Tensor]] = {"logits": [], "chosen": []}
+
+    def keep_logits(module: nn.Module, args: Any, output: Any) -> None:
+        found["logits"].append(output[recorder.index] if isinstance(output, tuple) else output)
+
+    def keep_chosen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _, chosen, *_ = (*args, *kwargs.values())
+        found["chosen"].append(chosen)
+
+    biases = selection_biases(model)
+    for _, router in find_routers(model, recorder):
+        for parameter in router.parameters():
+            parameter.zero_()
+        router.register_forward_hook(keep_logits)
+    for name, (module, bias) in biases.items():
+        getattr(module, bias).view(-1)[1] = 100.0
+        model.get_submodule(name).register_forward_pre_hook(keep_chosen, with_kwargs=True)
+    model(torch.arange(8)[None] % 7, use_cache=False)
+    return found
+
+
+def problems_of(kind: str, router: RouterConfig, **tables: Any) -> tuple[str, ...]:
+    plan = ParallelPlan(**{"mesh": MeshPlan(dp_shard=1), **tables})
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(plan, meta_model(kind), BATCH, plan.mesh.world_size, router=router)
+    return caught.value.lines
+
+
+def test_what_a_class_lacks_is_refused() -> None:
+    assert problems_of("llama", BOTH) == (
+        "router.z_loss asks for a loss of the routers, but this LlamaForCausalLM has no router; leave it out",
+        "router.bias_update_rate = 0.01, but the model is a LlamaForCausalLM, which has no stacked experts; leave it "
+        "out",
+    )
+    assert problems_of("mixtral", RouterConfig(bias_update_rate=0.01)) == (
+        "router.bias_update_rate = 0.01, but the model is a MixtralForCausalLM, whose routers have no bias to select "
+        "experts with; leave it out",
+    )
+    part = TensorPlan(styles={"model.layers.*.mlp.gate": "sequence_parallel"}, auto=True, sequence_parallel=True)
+    assert problems_of("mixtral", Z_LOSS, mesh=MeshPlan(dp_shard=1, tp=2), tensor=part) == (
+        "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but for router.z_loss every process needs the "
+        "logits of whole microbatches; make it 'replicate', or leave that out",
+    )
+
+
+def balanced(directory: Path, name: str, mesh: dict[str, int], steps: int, rate: float = 0.01) -> RunConfig:
+    run = run_of(directory, name, mesh, steps)
+    small = {key: value for key, value in run.model.config.items() if key in DEEPSEEK_NAMES}
+    model = ModelConfig(type="deepseek_v3", config={**small, **DEEPSEEK})
+    router = RouterConfig(z_loss=0.001, bias_update_rate=rate)
+    return run.model_copy(update={"model": model, "router": router, "checkpoint": CheckpointConfig(every=2)})
+
+
+DEEPSEEK_NAMES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def test_run_with_biases_resumes_on_other_meshes(tmp_path: Path) -> None:
+    train(balanced(tmp_path, "alone", {}, 6))
+    train(balanced(tmp_path, "traveling", {"ep": 2}, 2))
+    train(balanced(tmp_path, "traveling", {"pp": 2}, 4))
+    train(balanced(tmp_path, "traveling", {"dp_shard": 2}, 6))
+    wanted, found = (steps_of(tmp_path / name) for name in ("alone", "traveling"))
+    for one, other in zip(wanted, found, strict=True):
+        for metric in ("loss", "router_z_loss", "expert_tokens_most"):
+            assert other[metric] == pytest.approx(one[metric], rel=1e-5)
+
+
+def test_biases_balance_the_experts(tmp_path: Path) -> None:
+    excess = {}
+    for rate in (0.0, 0.001):
+        run = balanced(tmp_path, f"rate {rate}", {}, 24, rate)
+        # The routers stay as they are.
+        still = run.optimizer.model_copy(update={"learning_rate": 1e-9})
+        train(run.model_copy(update={"optimizer": still, "checkpoint": CheckpointConfig()}))
+        excess[rate] = sum(step["expert_imbalance"] - 1 for step in steps_of(tmp_path / f"rate {rate}")[-12:])
+    assert excess[0.001] < 0.6 * excess[0.0]
