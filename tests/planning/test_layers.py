@@ -51,7 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"},
         "recompute": FULL,
     },
-    "pp x fsdp, level 2": {"mesh": {"pp": 2, "dp_shard": 2}, "shard": {"level": 2, "prefetch": 3}},
+    "pp x fsdp, level 2": {"mesh": {"pp": 2, "dp_shard": 2}, "shard": {"level": 2, "prefetch": 2}},
     "pp, interleaved": {
         "mesh": {"pp": 2, "dp_shard": 1},
         "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2},

@@ -115,8 +115,8 @@ def test_mesh_has_a_cell_for_each_process(shown: Shown) -> None:
     svg = drawing(shown.page, "The mesh: pp 2 = 2 processes")
     cells = tips(svg)
     assert [cell.partition(".")[0] for cell in cells] == [
-        "rank 0: pp 0, dp_replicate 0, dp_shard 0, cp 0, tp 0",
-        "rank 1: pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 0",
+        "rank 0: pp 0, dp_replicate 0, dp_shard 0, ep 0, cp 0, tp 0",
+        "rank 1: pp 1, dp_replicate 0, dp_shard 0, ep 0, cp 0, tp 0",
     ]
     assert "stage 0: embedding, layers 0-2; 4.26 M parameters" in cells[0]
     assert "stage 1: layer 3, head; 2.79 M parameters" in cells[1]
@@ -164,7 +164,7 @@ def test_messages_and_constants_are_shown(shown: Shown) -> None:
     constants = {row[0]: row[1:] for row in tables(shown.page)["Constants of h100-80gb"]}
     assert constants["memory_gib"] == ["79.1", "estimated from the NVIDIA H100 SXM datasheet (80 GB HBM3)"]
     assert constants["within_host"][0] == "360 GB/s, 5 µs"
-    assert constants["peak_tflops"][0] == "float32 67, float16 989, bfloat16 989"
+    assert constants["peak_tflops"][0] == "float32 67, float16 989, bfloat16 989, float8 1979"
     assert constants["attention_efficiency"][0] == "0.03 at 1e8, 0.35 at 1e10, 0.45 at 1e11"
     assert "operators" not in constants, "the machine has none"
 
