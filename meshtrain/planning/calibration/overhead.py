@@ -38,6 +38,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         micro_batch_size=run.batch.micro_batch_size,
         seed=0,
         device=device,
+        router=run.router,
     )
     pipeline.initialize(0)
     rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size

@@ -65,7 +65,7 @@ class Wanted:
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
         base = self.base
-        batch = replace(base.batch, micro_batch_size=rows)
+        batch = replace(base.batch, global_batch_size=self.config.global_batch_size, micro_batch_size=rows)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,
