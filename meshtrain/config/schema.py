@@ -112,7 +112,7 @@ def keys_of(schema: Schema, part: Schema | None = None, above: Key = ()) -> list
 def choices(part: Schema) -> list[str]:
     """Return the strings that a value may be, if it is a choice of strings."""
     forms = part.get("anyOf", [part])
-    return [word for form in forms for word in form.get("enum", ())]
+    return [word for form in forms for word in form.get("enum", ()) if isinstance(word, str)]
 
 
 def expectation(part: Schema, found: Any = None) -> str:

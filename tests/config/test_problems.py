@@ -77,6 +77,7 @@ def test_unknown_key_is_named_relative_to_its_own_file(write):
             "'InterleavedZeroBubble', 'ZBVZeroBubble' or 'DualPipeV', found the string '1F1b'; "
             "did you mean '1F1B'?",
         ),
+        ("plan.shard.level = 'two'", "plan.shard.level: expected 1, 2 or 3, found the string 'two'"),
         (
             "plan.tensor.styles.'h.*.c_fc' = 'colwize'",
             "plan.tensor.styles.\"h.*.c_fc\": expected 'colwise', 'colwise_gather_output', 'rowwise', "

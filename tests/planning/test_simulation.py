@@ -92,7 +92,7 @@ def test_simulated_float8_needs_what_real_float8_needs(plan: str) -> None:
 
 
 def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
-    run = make_run("llama", PLANS["tp"], microbatches=2, values=SMALL)
+    run = make_run("llama", PLANS["tp"], microbatches=2)
     rounded = OptimizerConfig(learning_rate=1e-3, state="bfloat16")
     assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
 

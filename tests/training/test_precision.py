@@ -46,7 +46,8 @@ FLOAT16 = PrecisionPlan(compute="float16")
             {"parameters": "bfloat16"},
             "`parameters` = 'bfloat16', `compute` = 'float32' and `reduce` = 'float32' do not fit together; in "
             "this order, possible values are: float32, float32, float32; float32, bfloat16, float32 or bfloat16; "
-            "float32, float16, float32; bfloat16, bfloat16, float32 or bfloat16; float64, float64, float64",
+            "float32, float16, float32; float32, float8, float32 or bfloat16; bfloat16, bfloat16, float32 or bfloat16; "
+            "bfloat16, float8, float32 or bfloat16; float64, float64, float64",
         ),
         ({"compute": "float16", "reduce": "bfloat16"}, "`compute` = 'float16' and `reduce` = 'bfloat16' do not"),
         ({"compute": "float16", "parameters": "bfloat16"}, "`compute` = 'float16' and `reduce` = 'float32' do not"),
