@@ -147,3 +147,16 @@ def test_documents_benchmark_compares_both_ways() -> None:
     assert row[:2] == ["1,024", "5"]
     # Seconds are not compared, but losses are.
     assert float(row[-1]) < 1e-5
+
+
+def test_axes_benchmark_compares_both_sides() -> None:
+    rows = [" ".join(row) for row in run_benchmark("tests.benchmarks.axes", "--repeat", "1")]
+    assert [row.partition(":")[0] for row in rows] == ["context", "experts"]
+    assert all(re.search(r" s / .* s = \d\.\d{3} \(", row) for row in rows)
+
+
+def test_longest_benchmark_finds_longer_sequences_with_more_processes() -> None:
+    rows = run_benchmark("tests.benchmarks.longest", "--gib", "0.1", "--cp", "1", "2", "--measure")
+    alone, two = (int(row[2].replace(",", "")) for row in rows)
+    assert 1.6 * alone < two
+    assert all("measured" in row for row in rows)
