@@ -23,6 +23,7 @@ from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.parallel.shard import sharded_dim
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import resolve_rules
 
@@ -197,10 +198,13 @@ def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[
     dim = dims.get(name)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
-    degree = plan.mesh.fsdp_degree
+    degree, cut = plan.mesh.fsdp_degree, set() if dim is None else {dim}
     if plan.mesh.ep > 1 and name in expert_parameters(model):
         shape[0] //= plan.mesh.ep
         degree = plan.mesh.degree(*EXPERT_FSDP_AXES)
-    # FSDP2 splits the first dimension of the shard that the other axes make.
-    shape[:1] = [-(-rows // degree) for rows in shape[:1]]
+        cut.add(0)
+    if shape:
+        # FSDP2 splits the shard that the other axes make.
+        split = sharded_dim(shape, degree, cut)
+        shape[split] = -(-shape[split] // degree)
     return shape

@@ -1,7 +1,7 @@
 """Shard parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from meshtrain.compat.dtensor import split_dim
 from meshtrain.compat.fsdp import (
     before_reduction,
     fill_lacking_gradients,
@@ -19,10 +21,13 @@ from meshtrain.compat.fsdp import (
 )
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, REPLICA_AXES
 from meshtrain.config.plan import ParallelPlan, ShardPlan
+from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.mesh import fsdp_mesh
 
+# Relative to a parameter without padding.
+MOST_PADDED = 1.1
 _GATHERED = "meshtrain_gathered"
 
 
@@ -58,7 +63,12 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     data_mesh = fsdp_mesh(mesh)
     reshard = plan.shard.reshard_after_forward == "always"
     shard = partial(
-        fully_shard, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=_precision(plan), offload_policy=offload
+        fully_shard,
+        mesh=data_mesh,
+        reshard_after_forward=reshard,
+        mp_policy=_precision(plan),
+        offload_policy=offload,
+        shard_placement_fn=partial(_placement, plan.mesh.fsdp_degree),
     )
     # Two groups of FSDP2 that share a parameter would lose gradients without an error. So what
     # several layers share belongs to the stage.
@@ -92,9 +102,35 @@ def _shard_experts(
         return {parameter for stack in stacks for parameter in stack.parameters()}
     # The weights of the results keep the number format of the router.
     policy = replace(_precision(plan), cast_forward_inputs=False)
+    placement = partial(_placement, plan.mesh.degree(*EXPERT_FSDP_AXES))
     for stack in stacks:
-        shard(stack, mesh=fsdp_mesh(mesh, EXPERT_FSDP_AXES), mp_policy=policy)
+        shard(stack, mesh=fsdp_mesh(mesh, EXPERT_FSDP_AXES), mp_policy=policy, shard_placement_fn=placement)
     return set()
+
+
+def sharded_dim(shape: Sequence[int], degree: int, cut: Collection[int] = ()) -> int:
+    """Return the dimension of a parameter that FSDP2 shards.
+
+    It is the first one, which FSDP2 pads to equal parts. A stack of few experts would mostly be
+    padding, which is sent and stored like the rest. Then it is the next dimension that is a
+    multiple of the degree, because FSDP2 does not pad others than the first.
+
+    Args:
+        shape: on one process of the other axes.
+        degree: number of processes that share it.
+        cut: dimensions that other axes divide.
+    """
+    padded = -(-shape[0] // degree) * degree
+    if padded <= MOST_PADDED * shape[0]:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if dim not in cut and shape[dim] % degree == 0), 0)
+
+
+def _placement(degree: int, parameter: nn.Parameter) -> Shard:
+    cut = []
+    if isinstance(parameter, DTensor):
+        cut = [dim for placement in parameter.placements if (dim := split_dim(placement)) is not None]
+    return Shard(sharded_dim(local_tensor(parameter).shape, degree, cut))
 
 
 def _prefetch(stage: Stage, depth: int) -> None:

@@ -29,13 +29,19 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 SMALL = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+# Whether the decoder layers are compiled, each on its own.
+COMPILE = {"layers": False}
 Step = Callable[[Tensor, Tensor], float]
 
 
 def stock_model() -> nn.Module:
     """Build the stock Llama with transformers' own initialization."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG, use_cache=False)).train()
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG, use_cache=False)).train()
+    if COMPILE["layers"]:
+        for layer in model.model.layers:
+            layer.compile()
+    return model
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.AdamW:

@@ -1,6 +1,6 @@
 """Measure tokens per second of meshtrain's step relative to a hand-written loop.
 
-python -m tests.benchmarks.throughput [--steps 6] [--layout "tp 2"]
+python -m tests.benchmarks.throughput [--steps 6] [--layout "tp 2"] [--compile]
 
 Both sides live in the same processes and take turns, step by step, so that a slow moment of the
 machine affects both.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
-from meshtrain.config.plan import ParallelPlan, PipelinePlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel import build_pipeline
@@ -25,7 +25,7 @@ from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.step import StepContext, train_step
-from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, SMALL, Step
+from tests.benchmarks.bare import COMPILE, CONFIG, LAYOUTS, MICRO_BATCH, SMALL, Step
 from tests.ranks import run_on_ranks
 
 GLOBAL_BATCH, SEQUENCE = 8, 512
@@ -35,7 +35,11 @@ def build_step_context(degrees: dict[str, int]) -> StepContext:
     """Build the step context with which meshtrain trains in a layout."""
     config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
     model = build_meta_model(config, dtype=torch.float32)
-    plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
+    plan = ParallelPlan(
+        mesh=MeshPlan(**degrees),
+        pipeline=PipelinePlan(layers_per_stage="even"),
+        compile=CompilePlan(enabled=COMPILE["layers"]),
+    )
     batch = BatchShape(GLOBAL_BATCH, MICRO_BATCH, SEQUENCE)
     plan = resolve_plan(with_family(plan, "llama"), model, batch, dist.get_world_size())
     mesh = init_mesh(plan.mesh, "cpu")
@@ -67,9 +71,10 @@ def meshtrain_step(degrees: dict[str, int]) -> Step:
     return step
 
 
-def take_turns(layout: str, steps: int, small: bool) -> list[tuple[float, float]]:
+def take_turns(layout: str, steps: int, small: bool, is_compiled: bool) -> list[tuple[float, float]]:
     """Return the seconds of each pair of steps (bare, meshtrain), after one pair of warm-up."""
     CONFIG.update(SMALL if small else {})
+    COMPILE["layers"] = is_compiled
     build_bare, degrees = LAYOUTS[layout]
     sides = [build_bare(), meshtrain_step(degrees)]
     stream = torch.Generator().manual_seed(0)
@@ -92,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layout", choices=list(LAYOUTS))
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers on both sides")
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
     options = parser.parse_args()
     print(
@@ -99,7 +105,9 @@ def main() -> None:
     )
     for layout in [options.layout] if options.layout else LAYOUTS:
         ranks = 1 if layout == "1 rank" else 2
-        pairs = run_on_ranks(ranks, take_turns, layout, options.steps, options.small, timeout=1200.0)[0]
+        pairs = run_on_ranks(ranks, take_turns, layout, options.steps, options.small, options.compile, timeout=1200.0)[
+            0
+        ]
         bare, ours = (GLOBAL_BATCH * SEQUENCE / statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
         print(f"{layout:16}{bare:12,.0f}{ours:12,.0f}{ratio:8.3f}", flush=True)

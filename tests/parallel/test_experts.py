@@ -19,6 +19,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.stacks import num_experts
+from meshtrain.parallel.shard import sharded_dim
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.shrink import shrink_mesh
 from tests.parallel.test_context import BATCH, assert_proven, case_of, meta_model, problems_of
@@ -60,6 +61,8 @@ def test_ep_beside_another_axis_computes_what_one_process_does(mesh: dict[str, i
 def test_four_ranks_and_all_axes_compute_what_one_process_does() -> None:
     assert_proven([case_of("deepseek_v3", {"ep": 4}), case_of("mixtral", {"ep": 4}, "padded")])
     assert_proven([case_of("qwen3_moe", {"pp": 2, "ep": 2, "tp": 2}, tensor={"sequence_parallel": True})])
+    # One expert of a rank is divided by its rows.
+    assert_proven([case_of("mixtral", {"ep": 4, "dp_shard": 2}), case_of("mixtral", {"dp_shard": 8}, "padded")])
     # The ranks that hold the same experts are not neighbors.
     assert_proven([case_of("mixtral", {"dp_shard": 2, "ep": 2, "cp": 2})])
 
@@ -202,6 +205,18 @@ def test_experts_take_a_quarter_on_each_of_four_ranks() -> None:
         (share,) = account(model, resolve_plan(plan, model, BatchShape(8, 2, 32), ep))
         held[ep] = share.num_local_parameters
     assert held[4] * 4 == held[1]
+
+
+def test_few_experts_are_divided_without_padding() -> None:
+    assert sharded_dim((8, 4096, 1024), 64) == 1
+    assert sharded_dim((8, 4095, 1024), 64) == 2
+    assert sharded_dim((8, 4095, 1025), 64) == 0
+    assert sharded_dim((8, 4096, 1024), 64, {1}) == 2
+    assert sharded_dim((128, 4096), 64) == sharded_dim((50_257, 768), 64) == sharded_dim((768,), 64) == 0
+    model = meta_model("mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=64))
+    (share,) = account(model, resolve_plan(plan, model, BatchShape(64, 1, 32), 64))
+    assert share.num_local_parameters < 1.1 * sum(it.numel() for it in model.parameters()) / 64
 
 
 def test_proofs_have_every_axis() -> None:

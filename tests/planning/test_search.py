@@ -83,7 +83,7 @@ def test_fastest_plans_are_shown_and_the_first_is_written(run_file: str, capsys:
             ["plan.mesh.pp=4", "plan.pipeline.schedule='GPipe'", "micro_batch_size=32"],
             "no plan for 4 processes has the settings micro_batch_size, plan.mesh.pp, plan.pipeline.schedule",
         ),
-        (["plan.mesh.cp=2"], "a search takes cp = 1, found mesh.cp = 2; leave it out, or compare plans with cp by"),
+        (["plan.mesh.ep=2"], "mesh.ep = 2: LlamaForCausalLM has no stacked experts; use ep = 1"),
         (["--out", "nowhere/plan.toml"], "--out: nowhere is not a directory"),
     ],
 )
@@ -274,6 +274,70 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     # Its logits wait for the backward passes, too.
     at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
+
+
+MIXTRAL = {
+    "type": "mixtral",
+    "config": {
+        "hidden_size": 1024,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_local_experts": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32_000,
+    },
+}
+EXPERTS = [
+    candidate(1, 1, 8, 1, 2, reshard="always"),
+    candidate(1, 1, 1, 1, 2, ep=8, reshard="always"),
+    candidate(1, 1, 2, 1, 2, ep=4, recompute="full"),
+    candidate(2, 1, 1, 1, 1, ep=4),
+]
+PARTS = [
+    candidate(1, 1, 4, 1, 1, cp=2, reshard="always"),
+    candidate(1, 1, 2, 1, 1, cp=4, recompute="full"),
+    candidate(1, 1, 2, 2, 1, cp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("cases", "length", "rows"), [(EXPERTS, 1024, 64), (PARTS, 16_384, 8)], ids=["experts", "parts of sequences"]
+)
+def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate], length: int, rows: int) -> None:
+    machine = find_machine("h100-80gb", 8)
+    table = {
+        "run_directory": "search",
+        "steps": 1,
+        "global_batch_size": rows,
+        "model": MIXTRAL,
+        "data": {"sequence_length": length, "tokenizer": {"vocab_size": 32_000}},
+        "plan": {"precision": {"compute": "bfloat16"}},
+    }
+    wanted = wanted_run(RunConfig.model_validate(table), machine, 8)
+    estimator = build_estimator(wanted, {it.kind for it in cases})
+    for case in cases:
+        estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), machine)
+        assert needs.time is not None
+        print(
+            f"{case.described():60} memory {estimate.peak_bytes / needs.peak_bytes - 1:+.1%} "
+            f"seconds {estimate.seconds / needs.time.seconds - 1:+.1%}"
+        )
+        # What does not grow with a sequence is not told apart, so parts of it need less.
+        assert estimate.peak_bytes == pytest.approx(needs.peak_bytes, rel=0.35), case.described()
+        assert estimate.seconds == pytest.approx(needs.time.seconds, rel=0.35), case.described()
+
+
+def test_candidates_divide_experts_and_long_sequences() -> None:
+    config = load_run(ROOT / "launch/runs/llama-65b.toml")
+    long = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 32_768})})
+    dense, moe = (set(candidates(config, (), 64, 80, 8, num_experts=number)) for number in (0, 16))
+    assert {it.ep for it in dense} == {1}
+    assert {it.ep for it in moe} == {1, 8, 16}
+    assert all(it.data_degree * it.pp * it.tp == 64 for it in moe)
+    assert {it.cp for it in candidates(config, (), 64, 80, 8, takes_cp=True)} == {1}
+    assert {it.cp for it in candidates(long, (), 64, 80, 8, takes_cp=True)} == {1, 2, 4, 8}
+    assert {it.cp for it in candidates(long, (), 64, 80, 8)} == {1}
 
 
 def test_closed_form_agrees_with_the_simulation_of_large_microbatches() -> None:

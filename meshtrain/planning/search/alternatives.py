@@ -27,8 +27,10 @@ def usual_plans(estimates: Mapping[Candidate, Estimate], limit_bytes: float, on_
 def _usual_kinds(on_host: int) -> dict[str, Callable[[Candidate], bool]]:
     """Return name -> whether a candidate is of that kind."""
     return {
-        "copies (DDP)": lambda it: it.pp == it.tp == it.dp_shard == 1,
-        "FSDP alone": lambda it: it.pp == it.tp == it.dp_replicate == 1,
+        "copies (DDP)": lambda it: it.pp == it.tp == it.sharding_degree == 1,
+        "FSDP alone": lambda it: it.pp == it.tp == it.dp_replicate == it.ep == it.cp == 1,
+        "FSDP and ep": lambda it: it.pp == it.tp == it.dp_replicate == it.cp == 1 < it.ep,
+        "FSDP and cp": lambda it: it.pp == it.tp == it.dp_replicate == it.ep == 1 < it.cp,
         "FSDP and tp on each host": lambda it: it.pp == it.dp_replicate == 1 and it.tp == on_host > 1,
         "1F1B without tp": lambda it: it.pp > 1 and it.tp == 1 and it.schedule == "1F1B",
         "1F1B, tp on each host": lambda it: it.pp > 1 and it.tp == on_host > 1 and it.schedule == "1F1B",

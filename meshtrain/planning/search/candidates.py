@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from meshtrain.config.mesh import AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName, in_equal_rounds
@@ -25,6 +26,8 @@ PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
 )
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MOST_ROWS = 64
+# Sequences of this many tokens are worth dividing among processes.
+LONG, MOST_CP = 16_384, 8
 Kind = tuple[int, bool, Recompute]
 """tp, sequence parallel and recomputation: candidates of one kind have the same layers."""
 
@@ -44,11 +47,18 @@ class Candidate:
     sequence_parallel: bool
     reshard: Reshard
     offload: Literal["none", "cpu"]
+    ep: int = 1
+    cp: int = 1
 
     @property
     def data_degree(self) -> int:
         """Return the number of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def sharding_degree(self) -> int:
+        """Return the number of ranks among which FSDP2 shards parameters."""
+        return self.dp_shard * self.ep * self.cp
 
     @property
     def num_stages(self) -> int:
@@ -56,9 +66,9 @@ class Candidate:
         return self.pp * self.stages_per_rank
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        """Return the degrees of all axes."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+    def mesh(self) -> tuple[int, ...]:
+        """Return the degrees of all axes, in the order of `AXES`."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.ep, self.cp, self.tp
 
     @property
     def kind(self) -> Kind:
@@ -68,12 +78,7 @@ class Candidate:
     def plan(self, plan: ParallelPlan) -> ParallelPlan:
         """Return a plan with these settings."""
         tables: dict[str, dict[str, Any]] = {
-            "mesh": {
-                "pp": self.pp,
-                "dp_replicate": self.dp_replicate,
-                "dp_shard": self.dp_shard,
-                "tp": self.tp,
-            },
+            "mesh": dict(zip(AXES, self.mesh, strict=True)),
             "pipeline": {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank},
             "tensor": {"sequence_parallel": self.sequence_parallel},
             "shard": {"reshard_after_forward": self.reshard, "offload": self.offload},
@@ -89,7 +94,7 @@ class Candidate:
 
     def described(self) -> str:
         """Return the settings in a few words."""
-        degrees = zip(("pp", "dp_replicate", "dp_shard", "tp"), self.mesh, strict=True)
+        degrees = zip(AXES, self.mesh, strict=True)
         words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "one process"]
         if self.pp > 1:
             words.append(self.schedule + (f" with {self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
@@ -132,6 +137,8 @@ def candidates(
     on_host: int,
     *,
     may_offload: bool = True,
+    num_experts: int = 0,
+    takes_cp: bool = False,
 ) -> Iterator[Candidate]:
     """Yield every plan that comes into question.
 
@@ -142,15 +149,26 @@ def candidates(
         num_layers: of the model.
         on_host: number of processes on a host; tp stays inside.
         may_offload: whether host memory is another one than that of the accelerator.
+        num_experts: a number that ep must divide; 0: there are no experts.
+        takes_cp: whether the model computes on parts of sequences.
     """
     offloads = ("none", "cpu") if may_offload else ("none",)
     choices = Choices(config, pinned)
-    for tp in choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]):
-        for pp in choices.of("plan.mesh.pp", _divisors(world_size // tp)):
-            if world_size % (tp * pp) or pp > num_layers + 1:
+    length = config.data.sequence_length
+    parts = [degree for degree in _divisors(MOST_CP) if degree == 1 or (takes_cp and length >= LONG)]
+    # No experts are divided, or as many as one host, or all processes, can hold.
+    whole = {1, math.gcd(num_experts, on_host), math.gcd(num_experts, world_size)} if num_experts else {1}
+    for tp, cp, ep in product(
+        choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]),
+        choices.of("plan.mesh.cp", parts),
+        choices.of("plan.mesh.ep", sorted(whole)),
+    ):
+        inner = tp * cp * ep
+        for pp in choices.of("plan.mesh.pp", _divisors(world_size // inner)):
+            if world_size % (inner * pp) or pp > num_layers + 1:
                 continue
-            for replicate, shard in _data_degrees(choices, world_size // (tp * pp), on_host // tp):
-                mesh = pp, replicate, shard, tp
+            for replicate, shard in _data_degrees(choices, world_size // (inner * pp), max(1, on_host // inner)):
+                mesh = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, ep=ep, cp=cp, tp=tp)
                 for schedule, stages in _pipelines(choices, pp, num_layers):
                     yield from _variants(config, choices, mesh, schedule, stages, offloads)
 
@@ -186,21 +204,21 @@ def _pipelines(choices: Choices, pp: int, num_layers: int) -> Iterator[tuple[Sch
 def _variants(
     config: RunConfig,
     choices: Choices,
-    mesh: tuple[int, int, int, int],
+    mesh: MeshPlan,
     schedule: ScheduleName,
     stages: int,
     offloads: Sequence[str],
 ) -> Iterator[Candidate]:
-    pp, replicate, shard, tp = mesh
-    per_rank = config.global_batch_size // (replicate * shard)
+    pp, tp = mesh.pp, mesh.tp
+    per_rank = config.global_batch_size // mesh.data_degree
     is_split = SCHEDULES[schedule].splits_backward and pp > 1
     rows = [2**power for power in range(MOST_ROWS.bit_length()) if 2**power <= per_rank]
     level = resolve_shard(config.plan)
-    shards_nothing = shard == 1 and replicate > 1 and level.level in WHOLE_PARAMETERS
+    shards_nothing = not mesh.is_sharded and mesh.dp_replicate > 1 and level.level in WHOLE_PARAMETERS
     if shards_nothing or (is_split and level.reduces_each_microbatch):
         return
     # `check` refuses others, because torch would lose gradients, or because of the level.
-    is_kept = is_split or shard == 1 or level.level in WHOLE_PARAMETERS
+    is_kept = is_split or not mesh.is_sharded or level.level in WHOLE_PARAMETERS
     usual: Reshard = "never" if pp > 1 or is_kept else "always"
     reshards: list[str] = ["never"] if is_kept else ["always", "never"]
     for size, recompute, sequence, reshard, offload in product(
@@ -210,13 +228,14 @@ def _variants(
         choices.of("plan.shard.reshard_after_forward", reshards),
         choices.of("plan.shard.offload", offloads),
     ):
-        if config.global_batch_size % (replicate * shard * size):
+        if config.global_batch_size % (mesh.data_degree * size):
             continue
         number = per_rank // size
         if pp > 1 and not _has_enough(schedule, number, pp, pp * stages):
             continue
         resolved = usual if reshard == "auto" else reshard
-        yield Candidate(*mesh, schedule, stages, size, recompute, sequence, resolved, offload)
+        settings = schedule, stages, size, recompute, sequence, resolved, offload
+        yield Candidate(mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp, *settings, ep=mesh.ep, cp=mesh.cp)
 
 
 def _has_enough(schedule: ScheduleName, number: int, pp: int, num_stages: int) -> bool:

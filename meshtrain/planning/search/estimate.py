@@ -12,10 +12,11 @@ import torch
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
-from meshtrain.config.mesh import DP_REPLICATE, DP_SHARD, PP, MeshPlan
+from meshtrain.config.mesh import AXES, CP, DP_REPLICATE, EP, EXPERT_FSDP_AXES, PP, MeshPlan, fsdp_axis_of
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import OptimizerState
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
+from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
@@ -39,16 +40,22 @@ class ModelSizes:
     """The parameters of a model.
 
     Attributes:
-        layers: number of parameters of each layer.
+        layers: number of parameters of each layer, without experts.
+        experts: number of parameters of the stacked experts of each layer.
         around: number of parameters before the layers, and after them.
         layer_flops: per token, of each layer.
         head_flops: per token, after the layers.
+        exchanged: number of elements that travel to experts and back for a token, in a layer.
+        keys: number of elements of keys and values of a token, in a layer.
     """
 
     layers: tuple[int, ...]
+    experts: tuple[int, ...]
     around: tuple[int, int]
     layer_flops: tuple[float, ...]
     head_flops: float
+    exchanged: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Estimator:
     Args:
         plan: of the run, for its number formats.
         optimizer_state: number format of the moments, as in the configuration of the optimizer.
-        global_batch_size: in sequences.
+        batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
             sequence for all kinds, and `MORE_ROWS` for one kind of each tp and sequence parallel.
@@ -85,12 +92,13 @@ class Estimator:
         self,
         plan: ParallelPlan,
         optimizer_state: OptimizerState,
-        global_batch_size: int,
+        batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
         speed: SpeedConfig,
     ) -> None:
-        self._plan, self._batch, self._sizes = plan, global_batch_size, sizes
+        self._plan, self._sizes = plan, sizes
+        self._batch, self._length = batch.global_batch_size, batch.sequence_length
         self._needs, self._speed = needs, speed
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
@@ -118,17 +126,18 @@ class Estimator:
 
     def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
         needs = self._needs[candidate.kind, 1]
-        whole = shape.parameters[rank] / candidate.tp
-        shard = whole / candidate.dp_shard
-        uses_fsdp = candidate.dp_shard > 1 or self._has_formats or candidate.offload == "cpu"
+        whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
+        shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
+        uses_fsdp = candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
         state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + 2 * self._moment)
         if uses_fsdp:
-            layer = max(self._sizes.layers) / candidate.tp * self._compute
+            largest = self._largest_layer(candidate)
+            layer = largest * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
             is_whole = (number > 1 or candidate.pp > 1) and not self._plan.shard.reduces_each_microbatch
             gradients = whole * self._reduce if is_whole else shard * self._parameter
             # The buffers of a gather and of a reduction.
-            gathered += layer + max(self._sizes.layers) / candidate.tp * self._reduce
+            gathered += layer + largest * self._reduce
         else:
             gathered, gradients = 0.0, shard * self._parameter
         kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
@@ -140,7 +149,17 @@ class Estimator:
             self._at_rows(candidate, lambda needs: needs.extra_bytes),
             self._at_rows(candidate, lambda needs: needs.head_bytes) if rank == shape.head_rank else 0.0,
         )
-        return state + gathered + gradients + activations * candidate.micro_batch_size + passing
+        activations *= candidate.micro_batch_size
+        return state + gathered + gradients + (activations + passing) / candidate.cp
+
+    def _shard(self, candidate: Candidate, parameters: float) -> float:
+        """Return how many of some parameters a process holds, experts or others."""
+        return parameters / candidate.tp / candidate.sharding_degree
+
+    def _largest_layer(self, candidate: Candidate) -> float:
+        """Return the number of parameters of a layer on a process, while they are gathered."""
+        sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
+        return max(others + experts / candidate.ep for others, experts in sizes) / candidate.tp
 
     def _at_rows(self, candidate: Candidate, size: Callable[[LayerNeeds], int]) -> float:
         """Return bytes for a microbatch of which a part does not grow with the sequences.
@@ -164,7 +183,7 @@ class Estimator:
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
 
     def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
-        parts = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
+        parts = self._parts_of(candidate)
         busy = max(
             shape.layers[rank] * (parts.forward_seconds + parts.backward_seconds)
             + (parts.head_seconds if rank == shape.head_rank else 0.0)
@@ -173,8 +192,32 @@ class Estimator:
         total = number * busy + max(shape.layers) * parts.reducing_seconds + self._bubble(candidate, busy, number)
         exposed = self._gather_seconds(candidate, number, parts.forward_seconds, parts.backward_seconds)
         exposed += self._replica_seconds(candidate, parts.backward_seconds)
-        update = self._update_seconds(candidate, max(shape.parameters))
+        update = self._update_seconds(candidate, max(map(sum, zip(shape.parameters, shape.experts, strict=True))))
         return total + exposed + update + self._border_seconds(candidate)
+
+    def _parts_of(self, candidate: Candidate) -> LayerSeconds:
+        """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
+        parts = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
+        if candidate.ep == candidate.cp == 1:
+            return parts
+        forward, backward, reducing, head = astuple(parts)
+        messages = self._exchange_seconds(candidate)
+        again = 2 if candidate.recompute == "full" else 1
+        cp = candidate.cp
+        return LayerSeconds(forward / cp + messages, backward / cp + again * messages, reducing, head / cp)
+
+    def _exchange_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of the messages of ep and cp in a layer and a pass."""
+        tokens = candidate.micro_batch_size * self._length
+        where, sizes, seconds = (candidate.mesh, candidate.offload), self._sizes, 0.0
+        if candidate.ep > 1:
+            # To the experts and back. A part of the rows stays.
+            rows = tokens * sizes.exchanged // candidate.cp * (candidate.ep - 1) // candidate.ep
+            seconds += 2 * self._messages(*where, "all_to_all", rows * self._compute, EP)
+        if candidate.cp > 1:
+            gathered = tokens * sizes.keys // candidate.tp * self._compute
+            seconds += self._messages(*where, "all_gather", gathered, CP)
+        return seconds
 
     def _part_seconds(self, kind: Kind, rows: int) -> LayerSeconds:
         """Return the seconds of parts for a microbatch."""
@@ -190,14 +233,11 @@ class Estimator:
         """Return the seconds of parts for a simulated microbatch, as in `LayerSeconds`."""
         return astuple(layer_seconds(self._needs[kind, rows], Rates(self._speed, MeshPlan(dp_shard=1, tp=kind[0]))))
 
-    def _mesh_rates(self, mesh: tuple[int, int, int, int], offload: str) -> Rates:
-        pp, replicate, shard, tp = mesh
-        plan = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp)
+    def _mesh_rates(self, mesh: tuple[int, ...], offload: str) -> Rates:
+        plan = MeshPlan(**dict(zip(AXES, mesh, strict=True)))
         return Rates(self._speed, plan, optimizer_on_host=offload == "cpu")
 
-    def _message_seconds(
-        self, mesh: tuple[int, int, int, int], offload: str, name: str, num_bytes: int, axis: str
-    ) -> float:
+    def _message_seconds(self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str) -> float:
         return self._rates(mesh, offload).message_seconds(Work(name, None, 0, num_bytes, axis))
 
     def _bubble(self, candidate: Candidate, busy: float, number: int) -> float:
@@ -211,13 +251,11 @@ class Estimator:
 
     def _gather_seconds(self, candidate: Candidate, number: int, forward: float, backward: float) -> float:
         """Return the seconds of FSDP2's messages that nothing hides."""
-        if candidate.dp_shard == 1:
+        if candidate.sharding_degree == 1:
             return 0.0
-        sizes, tp = self._sizes, candidate.tp
-        layer = max(sizes.layers) / tp
-        where = candidate.mesh, candidate.offload
-        gather = self._messages(*where, "all_gather", int(layer * self._compute), DP_SHARD)
-        reduce = self._messages(*where, "reduce_scatter", int(layer * self._reduce), DP_SHARD)
+        sizes = self._sizes
+        gather = self._fsdp_seconds(candidate, "all_gather", self._compute)
+        reduce = self._fsdp_seconds(candidate, "reduce_scatter", self._reduce)
         layers = len(sizes.layers) / candidate.pp
         # Which passes gather, and how often.
         passes, times = ((forward, backward), number) if candidate.reshard == "always" else ((forward,), 1)
@@ -229,17 +267,32 @@ class Estimator:
         later = layers * sum(max(0.0, gather - seconds) for seconds in passes)
         return times * (first + later) + reductions * layers * max(0.0, reduce - backward)
 
+    def _fsdp_seconds(self, candidate: Candidate, name: str, itemsize: int) -> float:
+        """Return the seconds of FSDP2's message for the largest layer, and that for its experts."""
+        degrees, tp = dict(zip(AXES, candidate.mesh, strict=True)), candidate.tp
+        sizes = {
+            fsdp_axis_of(degrees): max(self._sizes.layers) / tp,
+            fsdp_axis_of(degrees, EXPERT_FSDP_AXES): max(self._sizes.experts) / tp / candidate.ep,
+        }
+        if candidate.ep == 1:
+            sizes = {fsdp_axis_of(degrees): self._largest_layer(candidate)}
+        return sum(
+            self._messages(candidate.mesh, candidate.offload, name, int(size * itemsize), axis)
+            for axis, size in sizes.items()
+        )
+
     def _replica_seconds(self, candidate: Candidate, backward: float) -> float:
         """Return the seconds of the reduction over copies that nothing hides."""
         if candidate.dp_replicate == 1:
             return 0.0
-        size = int(max(self._sizes.layers) / candidate.tp / candidate.dp_shard * self._reduce)
+        sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
+        size = int(self._shard(candidate, max(map(sum, sizes))) * self._reduce)
         reduce = self._messages(candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE)
         layers = len(self._sizes.layers) / candidate.pp
         return layers * (max(0.0, reduce - backward) if self._speed.is_asynchronous else reduce)
 
     def _update_seconds(self, candidate: Candidate, parameters: int) -> float:
-        shard = parameters / candidate.tp / candidate.dp_shard
+        shard = self._shard(candidate, parameters)
         rate = self._speed.memory_gb_per_second[-1][1]
         if candidate.offload == "cpu":
             rate = self._speed.host_memory_gb_per_second
@@ -251,7 +304,7 @@ class Estimator:
         if candidate.pp == 1:
             return 0.0
         needs = self._needs[candidate.kind, 1]
-        size = min(needs.kept_bytes) * candidate.micro_batch_size
+        size = min(needs.kept_bytes) * candidate.micro_batch_size // candidate.cp
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
 
@@ -272,26 +325,29 @@ class _Shape:
 
     Attributes:
         layers: number of layers.
-        parameters: number of parameters.
+        parameters: number of parameters, without experts.
+        experts: number of parameters of experts.
         head_rank: the one that holds the head.
     """
 
     layers: tuple[int, ...]
     parameters: tuple[int, ...]
+    experts: tuple[int, ...]
     head_rank: int
 
 
 @cache
 def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSizes) -> _Shape:
     owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages_per_rank), pp)
-    layers, parameters, begin = [0] * pp, [0] * pp, 0
+    layers, parameters, experts, begin = [0] * pp, [0] * pp, [0] * pp, 0
     for number, owner in zip(balanced_layers(sizes.layer_flops, sizes.head_flops, len(owners)), owners, strict=True):
         layers[owner] += number
         parameters[owner] += sum(sizes.layers[begin : begin + number])
+        experts[owner] += sum(sizes.experts[begin : begin + number])
         begin += number
     parameters[owners[0]] += sizes.around[0]
     parameters[owners[-1]] += sizes.around[1]
-    return _Shape(tuple(layers), tuple(parameters), owners[-1])
+    return _Shape(tuple(layers), tuple(parameters), tuple(experts), owners[-1])
 
 
 @cache

@@ -1,13 +1,15 @@
 """What the layers of each kind of candidates need, from simulations."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshtrain.config.plan import TensorPlan
 from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.experts.stacks import expert_stacks
+from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
@@ -45,9 +47,8 @@ def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
         refusals += found.refusals
     if not needs:
         raise refusals[0]
-    return Estimator(
-        wanted.base.plan, wanted.config.optimizer.state, wanted.config.global_batch_size, sizes, needs, speed
-    )
+    batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
+    return Estimator(wanted.base.plan, wanted.config.optimizer.state, batch, sizes, needs, speed)
 
 
 @dataclass
@@ -106,13 +107,25 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
     before, after = flops_around_layers(base.model)
     first, *others = flops_of_layers(layers, base.model.config, base.batch.sequence_length)
     around = [0, 0]
+    stacked = [
+        sum(parameter.numel() for stack in expert_stacks(layer).values() for parameter in stack.parameters())
+        for layer in layers
+    ]
     head = {id(parameter) for parameter in base.model.get_output_embeddings().parameters()}
     for parameter_name, parameter in base.model.named_parameters(remove_duplicate=False):
         if not parameter_name.startswith(f"{name}."):
             around[id(parameter) in head and "embed" not in parameter_name] += parameter.numel()
+    text = base.model.config.get_text_config()
+    heads = heads_of(base.model.config)
     return ModelSizes(
-        tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
-        (around[0], around[1]),
-        (before + first, *others),
-        after,
+        layers=tuple(
+            sum(parameter.numel() for parameter in layer.parameters()) - experts
+            for layer, experts in zip(layers, stacked, strict=True)
+        ),
+        experts=tuple(stacked),
+        around=(around[0], around[1]),
+        layer_flops=(before + first, *others),
+        head_flops=after,
+        exchanged=text.hidden_size * getattr(text, "num_experts_per_tok", 1),
+        keys=2 * text.hidden_size if heads is None else 2 * text.hidden_size * heads.keys // heads.queries,
     )

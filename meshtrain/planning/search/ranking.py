@@ -1,5 +1,6 @@
 """Candidates from the fastest to the slowest: in closed form first, the best ones simulated."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from itertools import islice
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError, UserError
 from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.experts.stacks import numbers_of_experts
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs
@@ -107,7 +109,18 @@ def _candidates(wanted: Wanted, pinned: Collection[str], on_host: int) -> list[C
     """
     num_layers = len(find_layers(wanted.base.model)[1])
     may_offload = not wanted.machine.is_cpu
-    found = list(candidates(wanted.config, pinned, wanted.world_size, num_layers, on_host, may_offload=may_offload))
+    found = list(
+        candidates(
+            wanted.config,
+            pinned,
+            wanted.world_size,
+            num_layers,
+            on_host,
+            may_offload=may_offload,
+            num_experts=math.gcd(*numbers_of_experts(wanted.base.model).values()),
+            takes_cp=wanted.takes_cp(),
+        )
+    )
     if not found:
         # The contradiction is the one that `meshtrain check` finds.
         resolve_run(wanted.config, wanted.world_size)

@@ -7,11 +7,12 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from meshtrain.config.families import with_family
-from meshtrain.config.mesh import CP, EP
+from meshtrain.config.mesh import AXES, MeshPlan
 from meshtrain.config.plan import TensorPlan
 from meshtrain.config.run import RunConfig
-from meshtrain.errors import PlanError, UserError
+from meshtrain.errors import UserError
 from meshtrain.parallel.check import resolve_plan
+from meshtrain.parallel.check.context import check_context
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
@@ -21,11 +22,9 @@ from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 
 Result = TypeVar("Result")
-# Axes of which a search has no candidates.
-NOT_SEARCHED = (EP, CP)
 # Settings of a plan that a search sets. Those for one process fit every model.
 _ALONE = {
-    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
+    "mesh": dict.fromkeys(AXES, 1),
     "pipeline": {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": "balanced", "split_at": None},
     "tensor": {"sequence_parallel": False},
     "shard": {"reshard_after_forward": "auto", "offload": "none"},
@@ -89,6 +88,11 @@ class Wanted:
         candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
         return replace(self, config=config, world_size=tp), candidate
 
+    def takes_cp(self) -> bool:
+        """Return whether the model computes on parts of sequences."""
+        two = self.base.plan.model_copy(update={"mesh": MeshPlan(dp_shard=1, cp=2)})
+        return not list(check_context(two, self.base.model, self.base.batch))
+
     def simulated(self, candidate: Candidate) -> SimulatedRun:
         """Return what the simulation of a candidate needs; its tensor rules are known from then on.
 
@@ -132,12 +136,6 @@ def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
     Raises:
         UserError: for a contradiction that no plan changes.
     """
-    for axis in NOT_SEARCHED:
-        if (degree := config.plan.mesh.degrees[axis]) > 1:
-            raise PlanError(
-                f"a search takes {axis} = 1, found mesh.{axis} = {degree}",
-                f"leave it out, or compare plans with {axis} by `meshtrain plan`",
-            )
     machine.check_number_format(config.plan.precision.compute)
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     plan = config.plan.model_copy(update=tables)

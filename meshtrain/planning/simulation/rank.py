@@ -22,7 +22,7 @@ from meshtrain.compat.fake import (
     votes_skipped,
 )
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
-from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, PP, fsdp_axis_of
+from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, fsdp_axis_of
 from meshtrain.errors import ModelError
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
@@ -36,7 +36,7 @@ from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
-from meshtrain.runtime.mesh import fsdp_group, init_mesh
+from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.step import StepContext, train_step
@@ -131,7 +131,8 @@ def group_axes(pipeline: Pipeline) -> dict[str, str]:
     """Return the axis of each process group of a pipeline, by the name of the group."""
     mesh = pipeline.mesh
     names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
-    for axes in (FSDP_AXES, EXPERT_FSDP_AXES):
+    # Without ep, experts are sharded as everything else is.
+    for axes in (FSDP_AXES, EXPERT_FSDP_AXES) if axis_size(mesh, EP) > 1 else (FSDP_AXES,):
         names[str(fsdp_group(mesh, axes).group_name)] = fsdp_axis_of(pipeline.plan.mesh.degrees, axes)
     along_pp = [pipeline.peers, *(tie.group for tie in pipeline.tied_copies.ties)]
     return names | {str(group.group_name): PP for group in along_pp if group is not None}
