@@ -178,6 +178,7 @@ def build_pipeline(
         tied_copies=_tied_copies(stages, mesh, plan),
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
+        attention=attention,
         context=context,
         router_loss=router_loss,
         expert_use=expert_use,

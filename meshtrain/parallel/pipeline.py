@@ -35,6 +35,7 @@ from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.routers.loss import RouterLoss
 from meshtrain.parallel.schedule import ForwardMessages
 from meshtrain.parallel.shard import prepare_backward, reshard
+from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.parallel.tensor.collectives import shard_width
 from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tied import TiedCopies
@@ -62,6 +63,7 @@ class Pipeline:
         tied_copies: the tied weights whose two ends are on different stages.
         replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
+        attention: of the stages; None if it is the model's own.
         context: what this process does with its part of the sequences; None without cp.
         router_loss: the losses of routers, if the model or the run asks for them.
         expert_use: how many tokens each expert gets.
@@ -85,6 +87,7 @@ class Pipeline:
     tied_copies: TiedCopies
     replicas: Replicas
     streams: ForwardStreams
+    attention: StageAttention | None
     context: ContextParallel | None
     router_loss: RouterLoss
     expert_use: ExpertUse
@@ -216,7 +219,7 @@ class Pipeline:
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
         run = _run_schedule if self.num_stages > 1 else _run_one_stage
-        with self.rotary_length.of(inputs), self._in_parts(inputs, labels) as parts:
+        with self._batch(inputs, labels) as parts:
             return run(self, *parts, loss_function)
 
     @torch.no_grad()
@@ -231,12 +234,23 @@ class Pipeline:
         for stage in self.stages:
             stage.model.eval()
         try:
-            with self.rotary_length.of(inputs), self._in_parts(inputs, labels) as parts:
+            with self._batch(inputs, labels) as parts:
                 return _run_forward(self, *parts, loss_function)
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.model.train(mode)
                 reshard(stage.model)
+
+    @contextmanager
+    def _batch(self, inputs: dict[str, Tensor], labels: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Compute a batch inside the block, of which the stages know the longest row and documents.
+
+        Yields:
+            As `_in_parts`.
+        """
+        documents = nullcontext() if self.attention is None else self.attention.of(inputs)
+        with self.rotary_length.of(inputs), documents, self._in_parts(inputs, labels) as parts:
+            yield parts
 
     @contextmanager
     def _in_parts(self, inputs: dict[str, Tensor], labels: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -4,7 +4,9 @@ transformers calls both through its interfaces, by the name that a configuration
 that computes attention is still the one of the model.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from meshtrain.compat.transformers import attention_function, attention_register
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.documents.attention import attend_by_segments
 from meshtrain.parallel.documents.mask import SegmentedMask
-from meshtrain.parallel.documents.segments import Piece, Segment, find_documents, find_segments
+from meshtrain.parallel.documents.segments import Document, Piece, Segment, find_documents, find_segments
 
 
 class StageAttention:
@@ -40,6 +42,8 @@ class StageAttention:
     ) -> None:
         self._base, self._context, self._by_documents, self._pieces = base, context, by_documents, pieces
         self._segments: list[Segment] | None = None
+        self._documents: list[list[Document]] | None = None
+        self._passes: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
     def watch(self, model: PreTrainedModel) -> None:
@@ -48,6 +52,24 @@ class StageAttention:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         if self._context is not None:
             self._context.watch_blocks(model)
+
+    @contextmanager
+    def of(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """Know the documents of a batch in the forward passes inside the block.
+
+        They are found once, so that the host waits for the device once, and not in each pass.
+
+        Args:
+            inputs: of the whole batch, whose microbatches every stage computes in order.
+        """
+        positions = inputs.get("position_ids")
+        if self._by_documents and positions is not None:
+            self._documents = find_documents(positions)
+        self._passes.clear()
+        try:
+            yield
+        finally:
+            self._documents = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -86,11 +108,18 @@ class StageAttention:
         positions: Tensor | None = kwargs.get("position_ids")
         self._segments = None
         if self._by_documents and positions is not None and kwargs.get("attention_mask") is None:
-            self._segments = find_segments(find_documents(positions), self._pieces_of(positions.shape[1]))
+            self._segments = find_segments(self._documents_of(model, positions), self._pieces_of(positions.shape[1]))
             # With a mask, transformers does not look for documents itself.
             mask = None if self._parts else torch.ones_like(positions, dtype=torch.bool)
             kwargs = {**kwargs, "attention_mask": mask}
         return args, kwargs if self._parts is None else self._parts.begin(kwargs)
+
+    def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:
+        if self._documents is None:
+            return find_documents(positions)
+        first = self._passes[model] * len(positions)
+        self._passes[model] += 1
+        return self._documents[first : first + len(positions)]
 
     def _pieces_of(self, length: int) -> Sequence[Piece]:
         if self._parts is not None:

@@ -117,7 +117,8 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     filled, norm, packed = _finish_gradients(context, computed)
     finished_at = mark(gradient_device(pipeline))
     # Everything queued so far is done once it returns. It is the only read from the device in a
-    # step, but for the rows that travel to experts of other ranks, and for separate documents.
+    # step, but for the rows that travel to experts of other ranks, and for the borders of separate
+    # documents, which are read before the first pass.
     totals = _Totals.unpacked(packed.tolist())
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)

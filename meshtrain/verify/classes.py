@@ -33,7 +33,10 @@ TOGETHER = "pipeline x tensor"
 BOTH = MeshPlan(pp=2, dp_shard=1, tp=2)
 # Dropout masks differ between meshes, so the plan is measured against itself.
 DROPOUT = "tensor with dropout"
-COLUMNS = (*ABILITIES, TOGETHER, DROPOUT)
+# Each sequence in parts, and experts on two processes.
+CONTEXT, EXPERTS = "context", "experts"
+IN_PARTS, APART = MeshPlan(dp_shard=1, cp=2), MeshPlan(dp_shard=1, ep=2)
+COLUMNS = (*ABILITIES, TOGETHER, CONTEXT, EXPERTS, DROPOUT)
 FLAGS = "tensor, with flags"
 TENSOR_DEFAULTS = TensorPlan()
 PROVEN, REFUSED = "proven", "refused"
@@ -124,6 +127,8 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
     abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
     abilities[TOGETHER] = prove_both(config)
+    abilities[CONTEXT] = _prove(config, IN_PARTS)
+    abilities[EXPERTS] = prove_experts(config)
     abilities[DROPOUT] = _drop(config)
     if only_defaults or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
@@ -189,6 +194,12 @@ def prove_both(config: PretrainedConfig) -> str:
         return result
     without = _prove(config, BOTH)
     return f"{without}{WITHOUT}; {result}" if without.startswith(PROVEN) else without
+
+
+def prove_experts(config: PretrainedConfig) -> str:
+    """Return the result with the experts on two processes."""
+    result = _prove(config, APART)
+    return "has no stacked experts" if result.endswith(" has no stacked experts") else result
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS) -> str:
@@ -269,7 +280,8 @@ def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
         "type in float64: under a plan, and as the stock model in one process. A type is proven if loss, gradients,",
         "parameters after 3 steps of AdamW and evaluation loss differ by at most 1e-12, or by what one bit in its",
         "weights changes in the stock model, at most 1e-9. `pipeline x sharding` is pp 2 x dp_shard 2; `tensor` is",
-        "tp 2; `pipeline x tensor` is pp 2 x tp 2, with sequence parallelism where the hidden states can be split.",
+        "tp 2; `pipeline x tensor` is pp 2 x tp 2, with sequence parallelism where the hidden states can be split;",
+        "`context` is cp 2; `experts` is ep 2.",
         "`tensor, with flags` is tp 2 again, in variants of the configuration: every boolean and choice that changes",
         "what the model computes, and how many heads share keys and values.",
         "Each pair of values occurs at least once. `-` means that this was not tried. `variants.json` keeps the",

@@ -92,6 +92,14 @@ def test_variants_are_in_the_table(tmp_path: Path) -> None:
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--type", "gptj", "--table", str(table)]) == 0
     row = table.read_text().splitlines()[-1]
-    columns = ["gptj", "GPTJForCausalLM", *["proven"] * 4, "2 of 2 variants of tie_word_embeddings are proven"]
+    proven, experts = ["proven"] * 4, "has no stacked experts"
+    columns = [
+        "gptj",
+        "GPTJForCausalLM",
+        *proven,
+        experts,
+        "proven",
+        "2 of 2 variants of tie_word_embeddings are proven",
+    ]
     assert row == f"| {' | '.join(columns)} |"
     assert (tmp_path / "variants.json").exists()
