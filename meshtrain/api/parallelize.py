@@ -27,6 +27,7 @@ from meshtrain.config.arguments import check_flag, described, whole_number, wron
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import AXES
 from meshtrain.config.plan import LossPlan, ParallelPlan, PrecisionPlan
+from meshtrain.config.run import STOCK_ROUTER
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
@@ -280,7 +281,9 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
     if plan.mesh.pp == 1:
         plan = plan.model_copy(update={"loss": _loss_of_program(plan, model)})
     # Resolve before the proof, so that a contradiction at the real size is reported first.
-    resolved = resolve_plan(plan, model, _any_batch(plan, model, micro_batch_size), dist.get_world_size())
+    batch, world_size = _any_batch(plan, model, micro_batch_size), dist.get_world_size()
+    router = None if plan.mesh.pp == 1 else STOCK_ROUTER
+    resolved = resolve_plan(plan, model, batch, world_size, router=router)
     if prove and dist.get_world_size() > 1:
         # The chunks are those of the real size.
         ensure_model_proven(model, plan.model_copy(update={"loss": resolved.loss}))

@@ -153,7 +153,9 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss, attention, in_float8)
+        settings = mesh, plan, rules, adapters, router_loss, attention, in_float8
+        watches = formulas is not None or bool(router.bias_update_rate)
+        summed_over_tp |= _parallelize_stage(stage, *settings, watches_routers=watches)
         if base is not None and stage.is_last:
             head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:
@@ -214,6 +216,8 @@ def _parallelize_stage(
     router_loss: RouterLoss,
     attention: StageAttention | None,
     in_float8: Sequence[str],
+    *,
+    watches_routers: bool,
 ) -> set[str]:
     """Make one stage parallel in place, and return the names of parameters to be summed over tp."""
     tp, summed_over_tp = axis_size(mesh, TP), set[str]()
@@ -233,7 +237,7 @@ def _parallelize_stage(
     forbid_changes(own)
     apply_recompute(stage, plan.recompute, tp_streams)
     router_loss.watch(stage)
-    apply_compile(stage, plan)
+    apply_compile(stage, plan, watches_routers=watches_routers)
     apply_shard(stage, mesh, plan)
     return summed_over_tp
 

@@ -46,18 +46,23 @@ _selective = partial(_full, context_fn=partial(create_selective_checkpoint_conte
 _CHECKPOINTS: dict[str, Callable] = {"full": _full, "selective": _selective}
 
 
-def apply_compile(stage: Stage, plan: ParallelPlan) -> None:
+def apply_compile(stage: Stage, plan: ParallelPlan, *, watches_routers: bool) -> None:
     """Compile the decoder layers of a stage.
 
     With recomputation and tensor parallelism together, attention and MLP are compiled separately.
     The reason is that torch cannot save a DTensor for the recomputation of a compiled block. With
-    recomputation and documents that attention computes one by one, or experts on several ranks, so
-    are they too: the graph ends there then, and torch would compile nothing of a layer whose
-    recomputation it cannot trace to its end.
+    recomputation and documents that attention computes one by one, experts on several ranks, or
+    hooks on routers, so are they too: the graph ends there then, and torch would compile nothing of
+    a layer whose recomputation it cannot trace to its end.
+
+    Args:
+        stage: whose layers are compiled in place.
+        plan: resolved.
+        watches_routers: whether losses of routers are computed, or the tokens of experts counted.
     """
     if not plan.compile.enabled:
         return
-    ends_early = plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.attention.documents == "segments"
+    ends_early = plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.attention.documents == "segments" or watches_routers
     by_parts = plan.recompute.mode != "none" and ends_early
     for layer in stage.own_layers():
         for block in _blocks(layer) if by_parts else [layer]:

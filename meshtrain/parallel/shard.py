@@ -21,7 +21,6 @@ from meshtrain.compat.fsdp import (
 )
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, REPLICA_AXES
 from meshtrain.config.plan import ParallelPlan, ShardPlan
-from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.mesh import fsdp_mesh
@@ -116,21 +115,26 @@ def sharded_dim(shape: Sequence[int], degree: int, cut: Collection[int] = ()) ->
     multiple of the degree, because FSDP2 does not pad others than the first.
 
     Args:
-        shape: on one process of the other axes.
+        shape: on one process of the other axes, that of the largest part. All processes that share
+            a tensor must choose the same dimension.
         degree: number of processes that share it.
         cut: dimensions that other axes divide.
     """
-    padded = -(-shape[0] // degree) * degree
-    if padded <= MOST_PADDED * shape[0]:
+    padded = -(-shape[0] // degree) * degree if shape else 0
+    if not shape or padded <= MOST_PADDED * shape[0]:
         return 0
     return next((dim for dim in range(1, len(shape)) if dim not in cut and shape[dim] % degree == 0), 0)
 
 
 def _placement(degree: int, parameter: nn.Parameter) -> Shard:
-    cut = []
+    shape, cut = list(parameter.shape), []
     if isinstance(parameter, DTensor):
-        cut = [dim for placement in parameter.placements if (dim := split_dim(placement)) is not None]
-    return Shard(sharded_dim(local_tensor(parameter).shape, degree, cut))
+        for axis, placement in enumerate(parameter.placements):
+            dim = split_dim(placement)
+            if dim is not None:
+                cut.append(dim)
+                shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
+    return Shard(sharded_dim(shape, degree, cut))
 
 
 def _prefetch(stage: Stage, depth: int) -> None:

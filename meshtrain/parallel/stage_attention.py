@@ -43,7 +43,7 @@ class StageAttention:
         self._base, self._context, self._by_documents, self._pieces = base, context, by_documents, pieces
         self._segments: list[Segment] | None = None
         self._documents: list[list[Document]] | None = None
-        self._passes: Counter[nn.Module] = Counter()
+        self._rows: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
     def watch(self, model: PreTrainedModel) -> None:
@@ -63,9 +63,9 @@ class StageAttention:
             inputs: of the whole batch, whose microbatches every stage computes in order.
         """
         positions = inputs.get("position_ids")
-        if self._by_documents and positions is not None:
+        if self._by_documents and positions is not None and inputs.get("attention_mask") is None:
             self._documents = find_documents(positions)
-        self._passes.clear()
+        self._rows.clear()
         try:
             yield
         finally:
@@ -117,8 +117,8 @@ class StageAttention:
     def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:
         if self._documents is None:
             return find_documents(positions)
-        first = self._passes[model] * len(positions)
-        self._passes[model] += 1
+        first = self._rows[model]
+        self._rows[model] += len(positions)
         return self._documents[first : first + len(positions)]
 
     def _pieces_of(self, length: int) -> Sequence[Piece]:

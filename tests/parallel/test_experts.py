@@ -213,6 +213,7 @@ def test_few_experts_are_divided_without_padding() -> None:
     assert sharded_dim((8, 4095, 1025), 64) == 0
     assert sharded_dim((8, 4096, 1024), 64, {1}) == 2
     assert sharded_dim((128, 4096), 64) == sharded_dim((50_257, 768), 64) == sharded_dim((768,), 64) == 0
+    assert sharded_dim((), 64) == 0
     model = meta_model("mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     plan = ParallelPlan(mesh=MeshPlan(dp_shard=64))
     (share,) = account(model, resolve_plan(plan, model, BatchShape(64, 1, 32), 64))

@@ -173,7 +173,7 @@ MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
         (
             Family("qwen3_moe", {**MOE, "mlp_only_layers": [0, 1]}),
             "model.config.output_router_logits = True asks for the router's auxiliary loss, but this "
-            "Qwen3MoeForCausalLM has no router; set it to false",
+            "Qwen3MoeForCausalLM has no router that is known here; set it to false",
         ),
     ],
 )

@@ -131,16 +131,19 @@ def _run_changed(model: Any, recorder: Any) -> dict[str, list[Tensor]]:
     return found
 
 
-def problems_of(kind: str, router: RouterConfig, **tables: Any) -> tuple[str, ...]:
+def problems_of(
+    kind: str, router: RouterConfig, config: dict[str, Any] | None = None, **tables: Any
+) -> tuple[str, ...]:
     plan = ParallelPlan(**{"mesh": MeshPlan(dp_shard=1), **tables})
     with pytest.raises(PlanError) as caught:
-        resolve_plan(plan, meta_model(kind), BATCH, plan.mesh.world_size, router=router)
+        resolve_plan(plan, meta_model(kind, **config or {}), BATCH, plan.mesh.world_size, router=router)
     return caught.value.lines
 
 
 def test_what_a_class_lacks_is_refused() -> None:
     assert problems_of("llama", BOTH) == (
-        "router.z_loss asks for a loss of the routers, but this LlamaForCausalLM has no router; leave it out",
+        "router.z_loss asks for a loss of the routers, but this LlamaForCausalLM has no router that is known here; "
+        "leave it out",
         "router.bias_update_rate = 0.01, but the model is a LlamaForCausalLM, which has no stacked experts; leave it "
         "out",
     )
@@ -152,6 +155,26 @@ def test_what_a_class_lacks_is_refused() -> None:
     assert problems_of("mixtral", Z_LOSS, mesh=MeshPlan(dp_shard=1, tp=2), tensor=part) == (
         "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but for router.z_loss every process needs the "
         "logits of whole microbatches; make it 'replicate', or leave that out",
+    )
+
+
+def test_biases_that_lose_small_steps_are_refused() -> None:
+    model = meta_model("deepseek_v3").bfloat16()
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1))
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(plan, model, BATCH, 1, router=RouterConfig(bias_update_rate=0.001))
+    assert caught.value.lines == (
+        "router.bias_update_rate = 0.001, but the biases of DeepseekV3ForCausalLM are in bfloat16 here, which would "
+        'lose such steps; set precision.parameters = "float32"',
+    )
+
+
+def test_routers_that_return_probabilities_are_refused() -> None:
+    config = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    (line,) = problems_of("gemma4_text", Z_LOSS, config=config)
+    assert line == (
+        "router.z_loss asks for a loss of the logits of routers, but what those of Gemma4ForCausalLM return are not "
+        "logits, one row per token; leave it out"
     )
 
 

@@ -333,7 +333,8 @@ def test_candidates_divide_experts_and_long_sequences() -> None:
     long = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 32_768})})
     dense, moe = (set(candidates(config, (), 64, 80, 8, num_experts=number)) for number in (0, 16))
     assert {it.ep for it in dense} == {1}
-    assert {it.ep for it in moe} == {1, 8, 16}
+    assert {it.ep for it in moe} == {1, 2, 4, 8, 16}
+    assert {it.ep for it in moe if it.tp == 4} == {1, 2, 16}
     assert all(it.data_degree * it.pp * it.tp == 64 for it in moe)
     assert {it.cp for it in candidates(config, (), 64, 80, 8, takes_cp=True)} == {1}
     assert {it.cp for it in candidates(long, (), 64, 80, 8, takes_cp=True)} == {1, 2, 4, 8}

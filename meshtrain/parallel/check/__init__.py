@@ -53,7 +53,7 @@ def resolve_plan(
     batch: BatchShape,
     world_size: int,
     *,
-    router: RouterConfig = STOCK_ROUTER,
+    router: RouterConfig | None = STOCK_ROUTER,
     known_tensor: TensorPlan | None = None,
     runs_model: bool = True,
 ) -> ParallelPlan:
@@ -64,7 +64,7 @@ def resolve_plan(
         model: the stock model on the meta device; it is not changed.
         batch: shape of the batches.
         world_size: number of processes.
-        router: how the run trains routers.
+        router: how the run trains routers; None: the class computes its own loss.
         known_tensor: the tensor rules of a resolved plan with the same `tensor` and `tp`. They are
             not derived again.
         runs_model: whether to run the model and its stages on meta, to find out whether it can be
@@ -87,7 +87,8 @@ def resolve_plan(
         if runs_model or check not in RUNNING_CHECKS:
             problems += check(plan, model, batch)
     # The rules of tensor parallelism are right only without problems so far.
-    problems = problems or list(check_routers(plan, model, router))
+    if not problems and router is not None:
+        problems += check_routers(plan, model, router)
     if problems:
         raise PlanError(problems)
     layers = resolve_layers(plan, model, batch)

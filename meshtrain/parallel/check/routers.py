@@ -2,16 +2,19 @@
 
 import copy
 
+import torch
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RouterConfig
 from meshtrain.errors import ModelError, Problem
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
 from meshtrain.parallel.routers.formulas import RouterFormulas, find_formulas, find_routers
+from meshtrain.parallel.routers.trial import returns_logits
 from meshtrain.parallel.tensor.rules import Problems, resolve_rules
 from meshtrain.parallel.tensor.styles import STYLES
 
@@ -24,15 +27,55 @@ def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConf
         model: the stock model on the meta device; it is not changed.
         router: of the run.
     """
+    has_losses = False
     try:
         formulas = find_formulas(model, router)
+        has_losses = formulas is not None
     except ModelError as error:
         yield from error.problems
     else:
         if formulas is not None and plan.mesh.tp > 1:
             yield from _check_styles(plan, model, formulas)
+        if formulas is not None and router.z_loss:
+            yield from _check_logits(model)
     if router.bias_update_rate:
-        yield from _check_biases(router, model)
+        yield from _check_biases(router, plan, model)
+    is_hooked = has_losses or router.bias_update_rate
+    if is_hooked and plan.compile.enabled and plan.recompute.mode == "selective":
+        yield Problem(
+            "recompute.mode = 'selective' with compile.enabled and losses or biases of routers: attention and MLP are "
+            "then compiled separately, and torch cannot select the results to keep inside them",
+            "set recompute.mode = 'full', or compile.enabled = false",
+        )
+
+
+def _check_logits(model: PreTrainedModel) -> Problems:
+    try:
+        if returns_logits(model):
+            return
+    except ModelError as error:
+        yield from error.problems
+        return
+    yield Problem(
+        f"router.z_loss asks for a loss of the logits of routers, but what those of {type(model).__name__} return are "
+        "not logits, one row per token",
+        "leave it out",
+    )
+
+
+def _check_stacks(asked: str, plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    unfused = copy.deepcopy(model)
+    unfuse(unfused, plan.tensor.fused)
+    styles = resolve_rules(unfused, plan.tensor).styles
+    for name in expert_stacks(unfused):
+        style = styles.get(name)
+        if style is not None and STYLES[style].kind != "experts":
+            yield Problem(
+                f"tensor.styles: {as_pattern(name)} is {style!r}, but for {asked} every process needs the choices of "
+                "whole microbatches",
+                "make it 'moe_tp_experts', or leave that out",
+            )
+            return
 
 
 def _check_styles(plan: ParallelPlan, model: PreTrainedModel, formulas: RouterFormulas) -> Problems:
@@ -59,15 +102,24 @@ def _check_styles(plan: ParallelPlan, model: PreTrainedModel, formulas: RouterFo
                 )
 
 
-def _check_biases(router: RouterConfig, model: PreTrainedModel) -> Problems:
+def _check_biases(router: RouterConfig, plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     asked = f"router.bias_update_rate = {router.bias_update_rate}"
     found, numbers = selection_biases(model), numbers_of_experts(model)
     if not found:
         has_experts = bool(expert_stacks(model))
         what = "whose routers have no bias to select experts with" if has_experts else "which has no stacked experts"
         yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
+    if plan.mesh.tp > 1:
+        yield from _check_stacks(asked, plan, model)
     for name, bias in found.items():
-        size = getattr(*bias).numel()
+        size, dtype = getattr(*bias).numel(), getattr(*bias).dtype
+        if dtype.itemsize < torch.float32.itemsize:
+            yield Problem(
+                f"{asked}, but the biases of {type(model).__name__} are in {dtype_name(dtype)} here, which would lose "
+                "such steps",
+                'set precision.parameters = "float32"',
+            )
+            return
         if numbers.get(name) != size:
             yield Problem(
                 f"{asked}, but the {size} biases beside {name} do not belong to its {numbers.get(name)} experts",

@@ -133,7 +133,8 @@ class ExpertUse:
         counts = stack.get_buffer(_COUNTS)
         chosen = index.flatten().clamp(max=len(counts) - 1)
         mask = self._mask if self._context is None else self._context.own_pads()
-        if mask is None:
+        # A rule of one's own may give a process a part of the tokens.
+        if mask is None or mask.numel() != len(index):
             counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
         else:
             counts.index_add_(0, chosen, mask.reshape(-1, 1).to(counts.dtype).expand_as(index.flatten(1)).flatten())

@@ -85,7 +85,7 @@ def find_formulas(model: PreTrainedModel, router: RouterConfig) -> RouterFormula
     recorder, wish = router_recorder(model), _wish(model)
     routers = [] if recorder is None else list(find_routers(model, recorder))
     if recorder is None or not routers:
-        raise ModelError(f"{wish[0]}, but this {type(model).__name__} has no router", wish[1])
+        raise ModelError(f"{wish[0]}, but this {type(model).__name__} has no router that is known here", wish[1])
     return RouterFormulas(tuple(terms), recorder, len(routers))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, FSDP_AXES, STAGE_AXES, TP, MeshPlan
+from meshtrain.parallel.shard import sharded_dim
 from meshtrain.parallel.tensor.head_share import Heads
 
 
@@ -37,7 +38,9 @@ def alike_processes(mesh: MeshPlan, shapes: Iterable[Shape], heads: Heads | None
     by_tp = [[_part_of_tp(shape, rank, mesh.tp) for shape in shapes] for rank in range(mesh.tp)]
     for process in range(mesh.degree(*STAGE_AXES)):
         over_tp = _coordinate(mesh, (TP,), process)
-        own, first, last = (_rows(by_tp[over_tp], mesh, it) for it in (process, 0, mesh.degree(*STAGE_AXES) - 1))
+        largest = by_tp[0]
+        ends = process, 0, mesh.degree(*STAGE_AXES) - 1
+        own, first, last = (_rows(by_tp[over_tp], largest, mesh, it) for it in ends)
         holds_less = own == last != first
         groups.setdefault((_share(heads, over_tp, mesh.tp), tuple(by_tp[over_tp]), holds_less), []).append(process)
     return [tuple(group) for group in groups.values()]
@@ -59,14 +62,26 @@ def _part_of_tp(shape: Shape, rank: int, tp: int) -> Shape:
     return shape._replace(sizes=tuple(sizes))
 
 
-def _rows(shapes: Iterable[Shape], mesh: MeshPlan, process: int) -> list[int]:
-    """Return how many rows of each parameter FSDP2 gives to a process."""
+def _rows(shapes: Iterable[Shape], largest: Iterable[Shape], mesh: MeshPlan, process: int) -> list[int]:
+    """Return how many rows of each parameter FSDP2 gives to a process.
+
+    Args:
+        shapes: of the part of tp.
+        largest: of the part of tp that is the largest.
+        mesh: resolved.
+        process: its number in its pp rank.
+    """
     found = []
-    for shape in shapes:
+    for shape, whole in zip(shapes, largest, strict=True):
         axes = EXPERT_FSDP_AXES if shape.of_experts else FSDP_AXES
-        divisor = mesh.ep if shape.of_experts else 1
-        for rows in shape.sizes[:1]:
-            found.append(_part(rows // divisor, _coordinate(mesh, axes, process), mesh.degree(*axes)))
+        sizes, most = ([*it.sizes] for it in (shape, whole))
+        cut = set() if shape.tp_dim is None else {shape.tp_dim}
+        if shape.of_experts and mesh.ep > 1:
+            sizes[0], most[0] = sizes[0] // mesh.ep, most[0] // mesh.ep
+            cut.add(0)
+        if sizes:
+            dim = sharded_dim(most, mesh.degree(*axes), cut)
+            found.append(_part(sizes[dim], _coordinate(mesh, axes, process), mesh.degree(*axes)))
     return found
 
 

@@ -156,21 +156,34 @@ def candidates(
     choices = Choices(config, pinned)
     length = config.data.sequence_length
     parts = [degree for degree in _divisors(MOST_CP) if degree == 1 or (takes_cp and length >= LONG)]
-    # No experts are divided, or as many as one host, or all processes, can hold.
-    whole = {1, math.gcd(num_experts, on_host), math.gcd(num_experts, world_size)} if num_experts else {1}
-    for tp, cp, ep in product(
+    for tp, cp in product(
         choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]),
         choices.of("plan.mesh.cp", parts),
-        choices.of("plan.mesh.ep", sorted(whole)),
     ):
-        inner = tp * cp * ep
-        for pp in choices.of("plan.mesh.pp", _divisors(world_size // inner)):
-            if world_size % (inner * pp) or pp > num_layers + 1:
-                continue
-            for replicate, shard in _data_degrees(choices, world_size // (inner * pp), max(1, on_host // inner)):
-                mesh = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, ep=ep, cp=cp, tp=tp)
-                for schedule, stages in _pipelines(choices, pp, num_layers):
-                    yield from _variants(config, choices, mesh, schedule, stages, offloads)
+        # The most of one host, or of all processes, that divide the experts.
+        most = {math.gcd(num_experts, max(1, number // (tp * cp))) for number in (on_host, world_size)}
+        for ep in choices.of("plan.mesh.ep", sorted({1, *most}) if num_experts else [1]):
+            yield from _over_stages(config, choices, world_size, num_layers, on_host, (tp, cp, ep), offloads)
+
+
+def _over_stages(
+    config: RunConfig,
+    choices: Choices,
+    world_size: int,
+    num_layers: int,
+    on_host: int,
+    degrees: tuple[int, int, int],
+    offloads: Sequence[str],
+) -> Iterator[Candidate]:
+    tp, cp, ep = degrees
+    inner = tp * cp * ep
+    for pp in choices.of("plan.mesh.pp", _divisors(world_size // inner)):
+        if world_size % (inner * pp) or pp > num_layers + 1:
+            continue
+        for replicate, shard in _data_degrees(choices, world_size // (inner * pp), max(1, on_host // inner)):
+            mesh = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, ep=ep, cp=cp, tp=tp)
+            for schedule, stages in _pipelines(choices, pp, num_layers):
+                yield from _variants(config, choices, mesh, schedule, stages, offloads)
 
 
 def _divisors(number: int) -> list[int]:

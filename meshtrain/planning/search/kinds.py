@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from transformers import PretrainedConfig
+
 from meshtrain.config.plan import TensorPlan
 from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
@@ -115,8 +117,8 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
     for parameter_name, parameter in base.model.named_parameters(remove_duplicate=False):
         if not parameter_name.startswith(f"{name}."):
             around[id(parameter) in head and "embed" not in parameter_name] += parameter.numel()
-    text = base.model.config.get_text_config()
     heads = heads_of(base.model.config)
+    hidden = next(base.model.get_input_embeddings().parameters()).shape[-1]
     return ModelSizes(
         layers=tuple(
             sum(parameter.numel() for parameter in layer.parameters()) - experts
@@ -126,6 +128,12 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
         around=(around[0], around[1]),
         layer_flops=(before + first, *others),
         head_flops=after,
-        exchanged=text.hidden_size * getattr(text, "num_experts_per_tok", 1),
-        keys=2 * text.hidden_size if heads is None else 2 * text.hidden_size * heads.keys // heads.queries,
+        exchanged=hidden * _num_choices(base.model.config.get_text_config()),
+        keys=2 * hidden if heads is None else 2 * hidden * heads.keys // heads.queries,
     )
+
+
+def _num_choices(config: PretrainedConfig) -> int:
+    """Return how many experts a token goes to, at most; 1 if the configuration does not say it."""
+    found = getattr(config, "num_experts_per_tok", None)
+    return max(found) if isinstance(found, list) else found or 1

@@ -70,6 +70,7 @@ class Wanted:
             base.model,
             batch,
             self.world_size,
+            router=self.config.router,
             known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
             runs_model=runs_model,
         )

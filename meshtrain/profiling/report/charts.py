@@ -59,6 +59,7 @@ def optimization_charts(run: RecordedRun) -> list[LineChart]:
         LineChart("Gradient norm before clipping", (series("gradient norm", run.steps, "grad_norm"),), is_log=True),
         LineChart("Loss scale", (series("loss scale", run.steps, "loss_scale"),), is_log=True),
         LineChart("Loss of the router", (series("loss of the router", run.steps, "router_aux_loss"),)),
+        LineChart("z-loss of the router", (series("z-loss of the router", run.steps, "router_z_loss"),)),
         LineChart(
             "Most tokens of an expert, relative to the mean of its layer",
             (series("imbalance of experts", run.steps, "expert_imbalance"),),
