@@ -3,9 +3,10 @@
     python -m tests.benchmarks.longest [--gib 4] [--cp 1 2 4] [--measure]
 
 A Llama with 4 layers, a hidden size of 512 and a vocabulary of 8,000 trains on one sequence, in
-float32. The length is found by the simulation of `meshtrain plan`, in steps of 256 tokens. With
---measure a step of that length is then run, and the memory that belongs to the fullest process
-alone (RssAnon) is measured, above the level before the model is built.
+float32, with head and loss in chunks of 512 tokens. The length is found by the simulation of
+`meshtrain plan`, in steps of 256 tokens. With --measure a step of that length is then run, and the
+memory that belongs to the fullest process alone (RssAnon) is measured, above the level before the
+model is built.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def make_run(shape: dict[str, Any], length: int, cp: int) -> SimulatedRun:
             "global_batch_size": 1,
             "model": {"type": "llama", "config": shape},
             "data": {"sequence_length": length, "tokenizer": {"vocab_size": shape["vocab_size"]}},
-            "plan": {"mesh": {"dp_shard": 1, "cp": cp}},
+            "plan": {"mesh": {"dp_shard": 1, "cp": cp}, "loss": {"chunk_tokens": 512}},
         }
     )
     return simulated_run(resolve_run(config, cp), on_gpus=False)
