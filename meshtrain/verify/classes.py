@@ -35,6 +35,7 @@ BOTH = MeshPlan(pp=2, dp_shard=1, tp=2)
 DROPOUT = "tensor with dropout"
 # Each sequence in parts, and experts on two processes.
 CONTEXT, EXPERTS = "context", "experts"
+NO_EXPERTS = "has no stacked experts"
 IN_PARTS, APART = MeshPlan(dp_shard=1, cp=2), MeshPlan(dp_shard=1, ep=2)
 COLUMNS = (*ABILITIES, TOGETHER, CONTEXT, EXPERTS, DROPOUT)
 FLAGS = "tensor, with flags"
@@ -199,7 +200,7 @@ def prove_both(config: PretrainedConfig) -> str:
 def prove_experts(config: PretrainedConfig) -> str:
     """Return the result with the experts on two processes."""
     result = _prove(config, APART)
-    return "has no stacked experts" if result.endswith(" has no stacked experts") else result
+    return NO_EXPERTS if f" {NO_EXPERTS};" in result else result
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS) -> str:
