@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import masking_utils
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch raises for an operator that does not run on fake tensors; `func` is the operator.
@@ -192,6 +193,22 @@ def attention_as_on_gpus() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = original
+
+
+@contextmanager
+def rows_joined() -> Iterator[None]:
+    """Let transformers find no documents in the rows of a batch while the block runs.
+
+    Why: it looks for them in the values of positions, which fake tensors lack. Then it makes a mask
+    of all pairs of a row, which the same step with values does not.
+    Holds: transformers 5.17 to 5.23.
+    """
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from meshtrain.compat.fake import (
     fake_tensors,
     propagation_marked,
     resizes_seen,
+    rows_joined,
     tensors_of,
     votes_skipped,
 )
@@ -222,6 +223,8 @@ def _record(
         pipeline.prepare(batch["labels"])
         stack.enter_context(votes_skipped())
         stack.enter_context(padded_once())
+        if "position_ids" not in run.inputs:
+            stack.enter_context(rows_joined())
         if run.on_gpus:
             stack.enter_context(attention_as_on_gpus())
         stack.enter_context(propagation_marked(recorder.hide))
