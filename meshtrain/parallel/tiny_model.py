@@ -1,10 +1,10 @@
 """Tiny copies of a model, to find out by trying how its class computes."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,6 +16,7 @@ from meshtrain.models.refusals import REFUSALS, refusal_reason
 from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
 from meshtrain.parallel.tiny_copy import MAX_LAYERS, copy_with_all_kinds, layer_kinds, tiny_config
 
+Result = TypeVar("Result")
 FEWEST_LAYERS = 4
 BATCH, LENGTH, PADDED, NOISE = 2, 8, 2, 0.05
 
@@ -44,6 +45,26 @@ def tiny_model(model: PreTrainedModel, tp: int, *, dtype: torch.dtype = torch.fl
             noise = torch.randn(parameter.shape, dtype=dtype)
             parameter.data = parameter.data.to(dtype) + NOISE * noise
     return built.train()
+
+
+def tried_once(trial: Callable[..., Result]) -> Callable[..., Result]:
+    """Run a trial once for a class, its configuration, its attention and the options of the trial.
+
+    Args:
+        trial: called with a model and options by keyword.
+    """
+    known: dict[tuple[object, ...], Result] = {}
+
+    @wraps(trial)
+    def once(model: PreTrainedModel, **options: Any) -> Result:
+        attention = attention_implementation(model.config.get_text_config())
+        configuration = model.config.to_json_string(use_diff=False)
+        key = stock_class(model), attention, configuration, *sorted(options.items())
+        if key not in known:
+            known[key] = trial(model, **options)
+        return known[key]
+
+    return once
 
 
 def on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

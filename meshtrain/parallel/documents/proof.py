@@ -13,7 +13,7 @@ from meshtrain.models.build import stock_class
 from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
 from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.stage_attention import StageAttention
-from meshtrain.parallel.tiny_model import tiny_model
+from meshtrain.parallel.tiny_model import tiny_model, tried_once
 
 # Of the documents in each row: more tokens than two windows of a tiny copy, one token, and others.
 LENGTHS = ((11, 1, 4), (2, 9, 5))
@@ -23,9 +23,9 @@ CLOSE = 1e-5
 """Largest difference that is rounding, relative to the largest value: classes cast to float32."""
 SMALLEST = 1e-3
 """Smallest scale of a value, relative to the largest of all."""
-_known: dict[tuple[type, str | None, str], str | None] = {}
 
 
+@tried_once
 def why_not_alone(model: PreTrainedModel) -> str | None:
     """Return why attention of a model cannot compute each document alone; None if it can.
 
@@ -35,14 +35,6 @@ def why_not_alone(model: PreTrainedModel) -> str | None:
     Args:
         model: stock, on the meta device; it is not changed.
     """
-    attention = attention_implementation(model.config.get_text_config())
-    key = stock_class(model), attention, model.config.to_json_string(use_diff=False)
-    if key not in _known:
-        _known[key] = _try(model)
-    return _known[key]
-
-
-def _try(model: PreTrainedModel) -> str | None:
     name = stock_class(model).__name__
     try:
         tiny = tiny_model(model, 1).eval()

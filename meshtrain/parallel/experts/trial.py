@@ -3,14 +3,13 @@
 import torch
 from transformers import PreTrainedModel
 
-from meshtrain.models.build import stock_class
 from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
-from meshtrain.parallel.tiny_model import copies_must_run, tiny_model
+from meshtrain.parallel.tiny_model import copies_must_run, tiny_model, tried_once
 
 ROWS, CHOICES, TOLERANCE = 6, 2, 1e-12
-_known: dict[tuple[type, str], bool] = {}
 
 
+@tried_once
 def sums_weighted_results(model: PreTrainedModel) -> bool:
     """Return whether experts return the sum of their results, each multiplied by its weight.
 
@@ -20,13 +19,6 @@ def sums_weighted_results(model: PreTrainedModel) -> bool:
     Raises:
         ModelError: if no tiny copy of the model runs.
     """
-    key = stock_class(model), model.config.to_json_string(use_diff=False)
-    if key not in _known:
-        _known[key] = _try(model)
-    return _known[key]
-
-
-def _try(model: PreTrainedModel) -> bool:
     tiny = tiny_model(model, 1)
     stream = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, tiny.config.get_text_config().hidden_size, generator=stream, dtype=torch.float64)

@@ -16,7 +16,7 @@ from meshtrain.models.tiles import seeded_by
 from meshtrain.parallel.cut.probe import MISFITS, find_layers
 from meshtrain.parallel.cut.stubs import Channel
 from meshtrain.parallel.head.chunks import ChunkedHead
-from meshtrain.parallel.tiny_model import inputs_of, tiny_model
+from meshtrain.parallel.tiny_model import inputs_of, tiny_model, tried_once
 
 # A chunk ends inside of a row.
 CHUNK = 3
@@ -24,7 +24,6 @@ CLOSE = 1e-4
 """Largest difference that is rounding, relative to the largest value: the copy is float32."""
 SMALLEST = 1e-3
 """Smallest scale of a value, relative to the largest of all."""
-_known: dict[tuple[type, str, bool], str] = {}
 
 
 def find_base(model: PreTrainedModel, *, stock_loss: bool = False) -> str:
@@ -40,15 +39,12 @@ def find_base(model: PreTrainedModel, *, stock_loss: bool = False) -> str:
     Raises:
         ModelError: if they differ, or the class cannot be tried.
     """
-    kind = stock_class(model)
-    key = kind, model.config.to_json_string(use_diff=False), stock_loss
-    if key not in _known:
-        if stock_loss and has_loss_of_program(model):
-            raise _refused(kind, "the program has set model.loss_function")
-        _known[key] = _find_base(model, stock_loss=stock_loss)
-    return _known[key]
+    if stock_loss and has_loss_of_program(model):
+        raise _refused(stock_class(model), "the program has set model.loss_function")
+    return _find_base(model, stock_loss=stock_loss)
 
 
+@tried_once
 def _find_base(model: PreTrainedModel, *, stock_loss: bool) -> str:
     kind = stock_class(model)
     loss = _stock_loss if stock_loss else _sum

@@ -5,14 +5,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.transformers import router_recorder
-from meshtrain.models.build import stock_class
 from meshtrain.parallel.cut.probe import no_router_logits
 from meshtrain.parallel.routers.formulas import find_routers
-from meshtrain.parallel.tiny_model import BATCH, LENGTH, copies_must_run, tiny_model
-
-_known: dict[tuple[type, str], bool] = {}
+from meshtrain.parallel.tiny_model import BATCH, LENGTH, copies_must_run, tiny_model, tried_once
 
 
+@tried_once
 def returns_logits(model: PreTrainedModel) -> bool:
     """Return whether the routers of a model return logits, before softmax or sigmoid.
 
@@ -24,13 +22,6 @@ def returns_logits(model: PreTrainedModel) -> bool:
     Raises:
         ModelError: if no tiny copy of the model runs.
     """
-    key = stock_class(model), model.config.to_json_string(use_diff=False)
-    if key not in _known:
-        _known[key] = _try(model)
-    return _known[key]
-
-
-def _try(model: PreTrainedModel) -> bool:
     tiny, found = tiny_model(model, 1), list[Tensor]()
     recorder = router_recorder(tiny)
     assert recorder is not None, "the model was not checked"
@@ -44,4 +35,5 @@ def _try(model: PreTrainedModel) -> bool:
                 parameter.zero_()
             router.register_forward_hook(keep)
         tiny(input_ids=torch.ones(BATCH, LENGTH, dtype=torch.long), use_cache=False, **no_router_logits(tiny))
-    return all(it.dim() == 2 and len(it) == BATCH * LENGTH and not it.any() for it in found)
+    # A router that is not called shows nothing.
+    return bool(found) and all(it.dim() == 2 and len(it) == BATCH * LENGTH and not it.any() for it in found)
