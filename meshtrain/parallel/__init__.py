@@ -61,8 +61,7 @@ from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
-from meshtrain.parallel.experts.stacks import numbers_of_experts
-from meshtrain.parallel.experts.use import ExpertUse
+from meshtrain.parallel.experts.use import ExpertUse, countable_stacks
 from meshtrain.parallel.float8 import apply_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
@@ -137,12 +136,13 @@ def build_pipeline(
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
     formulas = None if stock_loss else find_formulas(model, router)
+    rules = _tensor_rules(model, mesh, plan, adapters)
     # The counts cut the graphs of compiled layers. A program has no metrics.
     is_counted = bool(router.bias_update_rate) or not (stock_loss or plan.compile.enabled)
-    counted = numbers_of_experts(model) if is_counted else {}
+    counted = countable_stacks(model, rules.styles) if is_counted else {}
+    watches_routers = formulas is not None or bool(router.bias_update_rate)
     expert_use = ExpertUse([*counted.values()], mesh, device, context, router.bias_update_rate)
     router_loss = RouterLoss(formulas, axis_size(mesh, *TOKEN_AXES), device, context)
-    rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     in_float8 = find_float8_layers(model, plan, rules).chosen if plan.precision.compute == "float8" else ()
@@ -153,9 +153,9 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        settings = mesh, plan, rules, adapters, router_loss, attention, in_float8
-        watches = formulas is not None or bool(router.bias_update_rate)
-        summed_over_tp |= _parallelize_stage(stage, *settings, watches_routers=watches)
+        summed_over_tp |= _parallelize_stage(
+            stage, mesh, plan, rules, adapters, router_loss, attention, in_float8, watches_routers=watches_routers
+        )
         if base is not None and stage.is_last:
             head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
         with allocation:

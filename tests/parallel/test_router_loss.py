@@ -172,8 +172,8 @@ MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
         ),
         (
             Family("qwen3_moe", {**MOE, "mlp_only_layers": [0, 1]}),
-            "model.config.output_router_logits = True asks for the router's auxiliary loss, but this "
-            "Qwen3MoeForCausalLM has no router that is known here; set it to false",
+            "model.config.output_router_logits = True asks for losses of the routers, but this Qwen3MoeForCausalLM has "
+            "no router that is known here; set output_router_logits to false",
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_routers_on_a_part_of_the_sequence_are_refused() -> None:
     with pytest.raises(PlanError) as caught:
         resolve_plan(changed, model, BatchShape(4, 1, 12), 2)
     assert caught.value.lines == (
-        "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but for the router's auxiliary loss "
-        "(model.config.output_router_logits = True) every process needs the logits of whole microbatches; make it "
+        "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but model.config.output_router_logits = True "
+        "asks for losses of the routers, and every process needs the logits of whole microbatches for them; make it "
         "'replicate', or set output_router_logits to false",
     )

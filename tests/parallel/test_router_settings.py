@@ -12,12 +12,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RouterConfig, RunConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.check import resolve_plan
+from meshtrain.parallel.check.routers import _check_biases
 from meshtrain.parallel.experts.stacks import expert_stacks, selection_biases
+from meshtrain.parallel.experts.use import countable_stacks
 from meshtrain.parallel.routers.formulas import find_routers, z_loss
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove_together, quiet_ranks
@@ -27,7 +29,7 @@ from tests.parallel.test_experts import run_of, train
 from tests.training.runs import steps_of
 
 BOTH = RouterConfig(z_loss=0.3, bias_update_rate=0.01)
-Z_LOSS = RouterConfig(z_loss=0.3)
+Z_LOSS, BALANCED = RouterConfig(z_loss=0.3), RouterConfig(bias_update_rate=0.01)
 # The auxiliary loss beside the z-loss.
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 # Their biases are frozen parameters; those of all others are buffers.
@@ -53,8 +55,9 @@ def test_one_process_computes_what_the_stock_model_does() -> None:
         asking(BOTH, "laguna", {}, recompute={"mode": "full"}),
         asking(Z_LOSS, "mixtral", {}, "padded", config=ROUTED),
         asking(Z_LOSS, "qwen3_moe", {}, "bucketed"),
-        # The layers break where tokens are counted.
+        # The layers break where tokens are counted. Recomputed, their blocks are compiled apart.
         asking(BOTH, "deepseek_v3", {}, compile={"enabled": True}),
+        asking(BOTH, "deepseek_v3", {}, compile={"enabled": True}, recompute={"mode": "full"}),
     )
 
 
@@ -142,8 +145,8 @@ def problems_of(
 
 def test_what_a_class_lacks_is_refused() -> None:
     assert problems_of("llama", BOTH) == (
-        "router.z_loss asks for a loss of the routers, but this LlamaForCausalLM has no router that is known here; "
-        "leave it out",
+        "router.z_loss = 0.3 asks for losses of the routers, but this LlamaForCausalLM has no router that is known "
+        "here; leave router.z_loss out",
         "router.bias_update_rate = 0.01, but the model is a LlamaForCausalLM, which has no stacked experts; leave it "
         "out",
     )
@@ -153,8 +156,52 @@ def test_what_a_class_lacks_is_refused() -> None:
     )
     part = TensorPlan(styles={"model.layers.*.mlp.gate": "sequence_parallel"}, auto=True, sequence_parallel=True)
     assert problems_of("mixtral", Z_LOSS, mesh=MeshPlan(dp_shard=1, tp=2), tensor=part) == (
-        "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but for router.z_loss every process needs the "
-        "logits of whole microbatches; make it 'replicate', or leave that out",
+        "tensor.styles: model.layers.*.mlp.gate is 'sequence_parallel', but router.z_loss = 0.3 asks for losses of the "
+        "routers, and every process needs the logits of whole microbatches for them; make it 'replicate', or leave "
+        "router.z_loss out",
+    )
+
+
+def test_both_losses_are_named_where_neither_is_possible() -> None:
+    config = {**ROUTED, "mlp_only_layers": [0, 1], "num_hidden_layers": 2}
+    assert problems_of("qwen3_moe", Z_LOSS, config=config) == (
+        "model.config.output_router_logits = True and router.z_loss = 0.3 ask for losses of the routers, but this "
+        "Qwen3MoeForCausalLM has no router that is known here; set output_router_logits to false and leave "
+        "router.z_loss out",
+    )
+
+
+def test_experts_on_a_part_of_the_tokens_are_neither_counted_nor_balanced() -> None:
+    block = "model.layers.*.mlp"
+    model = meta_model("deepseek_v3", first_k_dense_replace=0, num_hidden_layers=1)
+    (problem,) = _check_biases(BALANCED, {"model.layers.0.mlp.experts": "sequence_parallel"}, model)
+    assert str(problem) == (
+        f"tensor.styles: {block}.experts is 'sequence_parallel', but for router.bias_update_rate = 0.01 every process "
+        "needs the choices of whole microbatches; make it 'moe_tp_experts', or leave that out"
+    )
+    assert countable_stacks(model, {"model.layers.0.mlp.experts": "sequence_parallel"}) == {}
+    assert countable_stacks(model, {"model.layers.0.mlp.experts": "replicate"}) == {"model.layers.0.mlp.experts": 256}
+
+
+def test_biases_of_other_things_than_experts_are_refused() -> None:
+    model = meta_model("deepseek_v3", first_k_dense_replace=0, num_hidden_layers=1)
+    gate = model.model.layers[0].mlp.gate
+    gate.e_score_correction_bias = torch.empty(3, device="meta")
+    (problem,) = _check_biases(BALANCED, {}, model)
+    assert str(problem) == (
+        "router.bias_update_rate = 0.01, but model.layers.0.mlp.experts has 3 biases for 256 experts; leave it out"
+    )
+    del model.model.layers[0].mlp.experts.num_experts
+    (problem,) = _check_biases(BALANCED, {}, model)
+    assert "has 3 biases for experts, whose number is not known" in str(problem)
+
+
+def test_selective_recomputation_of_compiled_layers_is_refused() -> None:
+    tables = {"compile": CompilePlan(enabled=True), "recompute": RecomputePlan(mode="selective")}
+    assert problems_of("mixtral", Z_LOSS, **tables) == (
+        "recompute.mode = 'selective' with compile.enabled and losses or biases of routers: attention and MLP are "
+        "then compiled separately, and torch cannot select the results to keep inside them; set recompute.mode = "
+        "'full', or compile.enabled = false",
     )
 
 

@@ -1,18 +1,19 @@
 """Check that a model and its plan have what the losses and biases of routers need."""
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.config.run import RouterConfig
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
+from meshtrain.parallel.experts.use import countable_stacks
 from meshtrain.parallel.routers.formulas import RouterFormulas, find_formulas, find_routers
 from meshtrain.parallel.routers.trial import returns_logits
 from meshtrain.parallel.tensor.rules import Problems, resolve_rules
@@ -27,26 +28,33 @@ def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConf
         model: the stock model on the meta device; it is not changed.
         router: of the run.
     """
-    has_losses = False
+    formulas: RouterFormulas | None = None
     try:
         formulas = find_formulas(model, router)
-        has_losses = formulas is not None
     except ModelError as error:
         yield from error.problems
-    else:
-        if formulas is not None and plan.mesh.tp > 1:
-            yield from _check_styles(plan, model, formulas)
-        if formulas is not None and router.z_loss:
+    if not (formulas or router.bias_update_rate):
+        return
+    styles = _styles(plan, model) if plan.mesh.tp > 1 else {}
+    if formulas is not None:
+        yield from _check_styles(styles, model, formulas)
+        if router.z_loss:
             yield from _check_logits(model)
     if router.bias_update_rate:
-        yield from _check_biases(router, plan, model)
-    is_hooked = has_losses or router.bias_update_rate
-    if is_hooked and plan.compile.enabled and plan.recompute.mode == "selective":
+        yield from _check_biases(router, styles, model)
+    if plan.compile.enabled and plan.recompute.mode == "selective":
         yield Problem(
             "recompute.mode = 'selective' with compile.enabled and losses or biases of routers: attention and MLP are "
             "then compiled separately, and torch cannot select the results to keep inside them",
             "set recompute.mode = 'full', or compile.enabled = false",
         )
+
+
+def _styles(plan: ParallelPlan, model: PreTrainedModel) -> Mapping[str, Style]:
+    """Return FQN -> style of tensor parallelism."""
+    unfused = copy.deepcopy(model)
+    unfuse(unfused, plan.tensor.fused)
+    return resolve_rules(unfused, plan.tensor).styles
 
 
 def _check_logits(model: PreTrainedModel) -> Problems:
@@ -63,32 +71,9 @@ def _check_logits(model: PreTrainedModel) -> Problems:
     )
 
 
-def _check_stacks(asked: str, plan: ParallelPlan, model: PreTrainedModel) -> Problems:
-    unfused = copy.deepcopy(model)
-    unfuse(unfused, plan.tensor.fused)
-    styles = resolve_rules(unfused, plan.tensor).styles
-    for name in expert_stacks(unfused):
-        style = styles.get(name)
-        if style is not None and STYLES[style].kind != "experts":
-            yield Problem(
-                f"tensor.styles: {as_pattern(name)} is {style!r}, but for {asked} every process needs the choices of "
-                "whole microbatches",
-                "make it 'moe_tp_experts', or leave that out",
-            )
-            return
-
-
-def _check_styles(plan: ParallelPlan, model: PreTrainedModel, formulas: RouterFormulas) -> Problems:
-    unfused = copy.deepcopy(model)
-    unfuse(unfused, plan.tensor.fused)
-    styles = resolve_rules(unfused, plan.tensor).styles
-    if asks_for_router_loss(model):
-        asked = "the router's auxiliary loss (model.config.output_router_logits = True)"
-        otherwise = "set output_router_logits to false"
-    else:
-        asked, otherwise = "router.z_loss", "leave that out"
+def _check_styles(styles: Mapping[str, Style], model: PreTrainedModel, formulas: RouterFormulas) -> Problems:
     seen = set()
-    for name, module in find_routers(unfused, formulas.recorder):
+    for name, module in find_routers(model, formulas.recorder) if styles else ():
         for parameter, _ in module.named_parameters(prefix=name):
             owner = parameter.rpartition(".")[0]
             row = STYLES[styles[owner]]
@@ -96,23 +81,28 @@ def _check_styles(plan: ParallelPlan, model: PreTrainedModel, formulas: RouterFo
             if not is_same and as_pattern(owner) not in seen:
                 seen.add(as_pattern(owner))
                 yield Problem(
-                    f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for {asked} every process needs the "
-                    "logits of whole microbatches",
-                    f"make it 'replicate', or {otherwise}",
+                    f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but {formulas.asked_by}, and every "
+                    "process needs the logits of whole microbatches for them",
+                    f"make it 'replicate', or {formulas.otherwise}",
                 )
 
 
-def _check_biases(router: RouterConfig, plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+def _check_biases(router: RouterConfig, styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
     asked = f"router.bias_update_rate = {router.bias_update_rate}"
-    found, numbers = selection_biases(model), numbers_of_experts(model)
+    found, numbers, countable = selection_biases(model), numbers_of_experts(model), countable_stacks(model, styles)
     if not found:
         has_experts = bool(expert_stacks(model))
         what = "whose routers have no bias to select experts with" if has_experts else "which has no stacked experts"
         yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
-    if plan.mesh.tp > 1:
-        yield from _check_stacks(asked, plan, model)
     for name, bias in found.items():
-        size, dtype = getattr(*bias).numel(), getattr(*bias).dtype
+        size, dtype, number = getattr(*bias).numel(), getattr(*bias).dtype, numbers.get(name)
+        if name in numbers and name not in countable:
+            yield Problem(
+                f"tensor.styles: {as_pattern(name)} is {styles[name]!r}, but for {asked} every process needs the "
+                "choices of whole microbatches",
+                "make it 'moe_tp_experts', or leave that out",
+            )
+            return
         if dtype.itemsize < torch.float32.itemsize:
             yield Problem(
                 f"{asked}, but the biases of {type(model).__name__} are in {dtype_name(dtype)} here, which would lose "
@@ -120,9 +110,7 @@ def _check_biases(router: RouterConfig, plan: ParallelPlan, model: PreTrainedMod
                 'set precision.parameters = "float32"',
             )
             return
-        if numbers.get(name) != size:
-            yield Problem(
-                f"{asked}, but the {size} biases beside {name} do not belong to its {numbers.get(name)} experts",
-                "leave it out",
-            )
+        if number != size:
+            experts = "experts, whose number is not known" if number is None else f"{number} experts"
+            yield Problem(f"{asked}, but {name} has {size} biases for {experts}", "leave it out")
             return

@@ -1,7 +1,7 @@
 """How many tokens each expert gets in a step of training, and the biases that balance them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.autograd import number_of_backward_pass
 from meshtrain.config.mesh import PP, TOKEN_AXES
+from meshtrain.config.plan import Style
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.context.parts import ContextParallel
-from meshtrain.parallel.experts.stacks import expert_stacks, selection_biases
+from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
+from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.runtime.mesh import all_reduce_over
 
 _COUNTS = "meshtrain_tokens_of_experts"
+
+
+def countable_stacks(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, int]:
+    """Return stack -> number of its experts, where it is known, and a process gets all tokens.
+
+    Args:
+        model: the full model.
+        styles: FQN -> style of tensor parallelism. Rules of one's own may give a process a part.
+    """
+    numbers = numbers_of_experts(model).items()
+    return {name: it for name, it in numbers if name not in styles or STYLES[styles[name]].gradients == "full"}
+
+
+class _Watched(NamedTuple):
+    """A stack whose tokens are counted, and where the bias is that its router selects with."""
+
+    stack: nn.Module
+    number: int
+    bias: tuple[nn.Module, str] | None
 
 
 class ExpertUse:
@@ -39,9 +60,7 @@ class ExpertUse:
     ) -> None:
         self._most, self._mesh, self._device = max(numbers, default=0), mesh, device
         self._context, self._rate = context, bias_update_rate
-        self._stacks: list[nn.Module] = []
-        self._numbers: list[int] = []
-        self._biases: list[tuple[nn.Module, str] | None] = []
+        self._watched: list[_Watched] = []
         self._step: Tensor | None = None
         self._mask: Tensor | None = None
 
@@ -58,16 +77,13 @@ class ExpertUse:
         biases = selection_biases(stage)
         for name, stack in expert_stacks(stage).items():
             if name not in numbers:
-                # The class does not say how many there are.
                 continue
             # Numbers behind the last expert stand for none.
             counts = torch.zeros(self._most + 1, dtype=torch.long, device=self._device)
             stack.register_buffer(_COUNTS, counts, persistent=False)
             # Before the hooks of tensor parallelism, which change the numbers of experts.
             stack.register_forward_pre_hook(torch.compiler.disable(self._count), prepend=True, with_kwargs=True)
-            self._stacks.append(stack)
-            self._numbers.append(numbers[name])
-            self._biases.append(biases.get(name))
+            self._watched.append(_Watched(stack, numbers[name], biases.get(name)))
 
     def totals(self) -> Tensor:
         """Return (3,) float64 what `metrics` takes, the same on every process, and begin again.
@@ -75,13 +91,14 @@ class ExpertUse:
         Collective, unless the model has no experts.
         """
         found = torch.zeros(3, dtype=torch.float64, device=self._device)
-        if self._stacks:
-            counts = torch.cat([stack.get_buffer(_COUNTS) for stack in self._stacks])
-            for stack in self._stacks:
-                stack.get_buffer(_COUNTS).zero_()
-            self._step = all_reduce_over(counts, self._mesh, TOKEN_AXES).view(len(self._stacks), -1)[:, :-1]
+        if self._watched:
+            buffers = [it.stack.get_buffer(_COUNTS) for it in self._watched]
+            counts = all_reduce_over(torch.cat(buffers), self._mesh, TOKEN_AXES)
+            for buffer in buffers:
+                buffer.zero_()
+            self._step = counts.view(len(buffers), -1)[:, :-1]
             counts = self._step.double()
-            numbers = torch.tensor(self._numbers, device=self._device)[:, None]
+            numbers = torch.tensor([it.number for it in self._watched], device=self._device)[:, None]
             is_expert = torch.arange(self._most, device=self._device) < numbers
             shares = counts * numbers / counts.sum(1, keepdim=True).clamp(min=1)
             # The smallest is negative, so that the largest of all three is taken.
@@ -98,10 +115,10 @@ class ExpertUse:
         """
         if not self._rate or self._step is None:
             return
-        for found, number, counts in zip(self._biases, self._numbers, self._step, strict=True):
-            if found is None:
+        for (_, number, where), counts in zip(self._watched, self._step, strict=True):
+            if where is None:
                 continue
-            bias: Tensor = getattr(*found)
+            bias: Tensor = getattr(*where)
             # The mean is not rounded.
             change = (counts[:number].sum() - counts[:number] * number).sign().view(bias.shape)
             for dim, index in enumerate(local_indices(bias)):
@@ -133,8 +150,7 @@ class ExpertUse:
         counts = stack.get_buffer(_COUNTS)
         chosen = index.flatten().clamp(max=len(counts) - 1)
         mask = self._mask if self._context is None else self._context.own_pads()
-        # A rule of one's own may give a process a part of the tokens.
-        if mask is None or mask.numel() != len(index):
+        if mask is None:
             counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
         else:
             counts.index_add_(0, chosen, mask.reshape(-1, 1).to(counts.dtype).expand_as(index.flatten(1)).flatten())

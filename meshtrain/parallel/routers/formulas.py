@@ -54,11 +54,15 @@ class RouterFormulas:
         terms: the kinds of loss; at least one.
         recorder: defines which modules are routers, and the position of the logits in their output.
         num_routers: number of routers in the full model.
+        asked_by: the settings that ask for them, in words.
+        otherwise: how to take that back.
     """
 
     terms: tuple[RouterTerm, ...]
     recorder: OutputRecorder
     num_routers: int
+    asked_by: str
+    otherwise: str
 
     def logits_of(self, output: Any) -> Tensor:
         """Return the logits in the output of a router."""
@@ -75,18 +79,25 @@ def find_formulas(model: PreTrainedModel, router: RouterConfig) -> RouterFormula
     Raises:
         ModelError: if one is asked for that the class does not support.
     """
-    terms = []
+    terms, settings, otherwise = [], [], []
     if asks_for_router_loss(model):
         terms.append(_auxiliary_loss(model))
+        settings.append("model.config.output_router_logits = True")
+        otherwise.append("set output_router_logits to false")
     if router.z_loss:
         terms.append(RouterTerm(Z_LOSS, router.z_loss, z_loss))
+        settings.append(f"router.z_loss = {router.z_loss}")
+        otherwise.append("leave router.z_loss out")
     if not terms:
         return None
-    recorder, wish = router_recorder(model), _wish(model)
+    asked_by = f"{' and '.join(settings)} ask{'s' if len(settings) == 1 else ''} for losses of the routers"
+    recorder = router_recorder(model)
     routers = [] if recorder is None else list(find_routers(model, recorder))
     if recorder is None or not routers:
-        raise ModelError(f"{wish[0]}, but this {type(model).__name__} has no router that is known here", wish[1])
-    return RouterFormulas(tuple(terms), recorder, len(routers))
+        raise ModelError(
+            f"{asked_by}, but this {type(model).__name__} has no router that is known here", " and ".join(otherwise)
+        )
+    return RouterFormulas(tuple(terms), recorder, len(routers), asked_by, " and ".join(otherwise))
 
 
 def find_routers(model: nn.Module, recorder: OutputRecorder) -> Iterator[tuple[str, nn.Module]]:
@@ -111,13 +122,6 @@ def z_loss(logits: Tensor, mask: Tensor | None) -> Tensor:
         return squares.mean()
     kept = mask.flatten().to(squares)
     return (squares * kept).sum() / kept.sum().clamp(min=1)
-
-
-def _wish(model: PreTrainedModel) -> tuple[str, str]:
-    """Return what asks for a loss of routers, and how to take it back."""
-    if asks_for_router_loss(model):
-        return "model.config.output_router_logits = True asks for the router's auxiliary loss", "set it to false"
-    return "router.z_loss asks for a loss of the routers", "leave it out"
 
 
 def _auxiliary_loss(model: PreTrainedModel) -> RouterTerm:
