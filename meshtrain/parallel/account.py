@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.mesh import EXPERT_FSDP_AXES, STAGE_AXES
+from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerState
 from meshtrain.errors import ModelError
@@ -23,7 +23,7 @@ from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.parallel.shard import sharded_dim
+from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import resolve_rules
 
@@ -198,13 +198,8 @@ def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[
     dim = dims.get(name)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
-    degree, cut = plan.mesh.fsdp_degree, set() if dim is None else {dim}
-    if plan.mesh.ep > 1 and name in expert_parameters(model):
-        shape[0] //= plan.mesh.ep
-        degree = plan.mesh.degree(*EXPERT_FSDP_AXES)
-        cut.add(0)
+    of_experts = plan.mesh.ep > 1 and name in expert_parameters(model)
+    shape, split, axes = fsdp_split(shape, plan.mesh, tp_dim=dim, of_experts=of_experts)
     if shape:
-        # FSDP2 splits the shard that the other axes make.
-        split = sharded_dim(shape, degree, cut)
-        shape[split] = -(-shape[split] // degree)
+        shape[split] = -(-shape[split] // plan.mesh.degree(*axes))
     return shape

@@ -19,7 +19,7 @@ from meshtrain.compat.fsdp import (
     forget_gathered_gradients,
     gathered_parameters,
 )
-from meshtrain.config.mesh import EXPERT_FSDP_AXES, REPLICA_AXES
+from meshtrain.config.mesh import EXPERT_FSDP_AXES, FSDP_AXES, REPLICA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, ShardPlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_stacks
@@ -124,6 +124,28 @@ def sharded_dim(shape: Sequence[int], degree: int, cut: Collection[int] = ()) ->
     if not shape or padded <= MOST_PADDED * shape[0]:
         return 0
     return next((dim for dim in range(1, len(shape)) if dim not in cut and shape[dim] % degree == 0), 0)
+
+
+def fsdp_split(
+    shape: Sequence[int], mesh: MeshPlan, *, tp_dim: int | None, of_experts: bool
+) -> tuple[list[int], int, tuple[str, ...]]:
+    """Return what FSDP2 splits of a parameter.
+
+    Args:
+        shape: on the process of tp that has the largest part.
+        mesh: resolved.
+        tp_dim: the dimension that tp divides; None: none.
+        of_experts: whether the first dimension counts experts, which ep divides.
+
+    Returns:
+        The shape on one process of the other axes, the dimension that is split, and the axes over
+        which it is.
+    """
+    sizes, cut = [*shape], set() if tp_dim is None else {tp_dim}
+    if not of_experts or mesh.ep == 1:
+        return sizes, sharded_dim(sizes, mesh.fsdp_degree, cut), FSDP_AXES
+    sizes[0] //= mesh.ep
+    return sizes, sharded_dim(sizes, mesh.degree(*EXPERT_FSDP_AXES), {0, *cut}), EXPERT_FSDP_AXES
 
 
 def _placement(degree: int, parameter: nn.Parameter) -> Shard:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,7 +15,9 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.errors import ConfigError, UserError
+from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config
+from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.compare import TOLERANCE
@@ -35,7 +38,6 @@ BOTH = MeshPlan(pp=2, dp_shard=1, tp=2)
 DROPOUT = "tensor with dropout"
 # Each sequence in parts, and experts on two processes.
 CONTEXT, EXPERTS = "context", "experts"
-NO_EXPERTS = "has no stacked experts"
 IN_PARTS, APART = MeshPlan(dp_shard=1, cp=2), MeshPlan(dp_shard=1, ep=2)
 COLUMNS = (*ABILITIES, TOGETHER, CONTEXT, EXPERTS, DROPOUT)
 FLAGS = "tensor, with flags"
@@ -199,8 +201,8 @@ def prove_both(config: PretrainedConfig) -> str:
 
 def prove_experts(config: PretrainedConfig) -> str:
     """Return the result with the experts on two processes."""
-    result = _prove(config, APART)
-    return NO_EXPERTS if f" {NO_EXPERTS};" in result else result
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
+    return _prove(config, APART) if expert_stacks(model) else "has no stacked experts"
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan, tensor: TensorPlan = TENSOR_DEFAULTS) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -19,7 +20,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.stacks import num_experts
-from meshtrain.parallel.shard import sharded_dim
+from meshtrain.parallel.shard import _placement, sharded_dim
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.shrink import shrink_mesh
 from tests.parallel.test_context import BATCH, assert_proven, case_of, meta_model, problems_of
@@ -218,6 +219,18 @@ def test_few_experts_are_divided_without_padding() -> None:
     plan = ParallelPlan(mesh=MeshPlan(dp_shard=64))
     (share,) = account(model, resolve_plan(plan, model, BatchShape(64, 1, 32), 64))
     assert share.num_local_parameters < 1.1 * sum(it.numel() for it in model.parameters()) / 64
+
+
+def dimension_here() -> Shard:
+    """Return what FSDP2 splits of a table whose rows tp divides unevenly."""
+    mesh = init_mesh(MeshPlan(dp_shard=1, tp=2), "cpu")
+    table = nn.Parameter(distribute_tensor(torch.zeros(257, 64), mesh["tp"], [Shard(0)]))
+    return _placement(16, table)
+
+
+def test_uneven_parts_are_split_by_the_same_dimension() -> None:
+    # 129 rows would be padded to 144, and 128 are even.
+    assert run_on_ranks(2, dimension_here) == [Shard(1), Shard(1)]
 
 
 def test_proofs_have_every_axis() -> None:

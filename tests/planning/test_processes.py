@@ -28,6 +28,11 @@ EVEN, TALL, WIDE = Shape((8, 6), None), Shape((10, 6), None), Shape((8, 6), 1)
         ({"dp_shard": 4}, [EVEN, TALL], None, [(0, 1, 2), (3,)]),
         ({"dp_shard": 4}, [Shape((5,), None)], None, [(0, 1, 2), (3,)]),
         ({"dp_shard": 4}, [Shape((2,), None)], None, [(0, 1), (2, 3)]),
+        # Few experts are split by another dimension, with and without tp and ep.
+        ({"dp_shard": 4}, [Shape((2, 8, 6), None, of_experts=True)], None, [(0, 1, 2, 3)]),
+        ({"dp_shard": 4}, [Shape((2, 7, 6), None, of_experts=True)], None, [(0, 1), (2, 3)]),
+        ({"dp_shard": 2, "tp": 2}, [Shape((1, 8, 6), 1, of_experts=True)], None, [(0, 1, 2, 3)]),
+        ({"dp_shard": 2, "ep": 2}, [Shape((2, 8, 6), None, of_experts=True)], None, [(0, 1, 2, 3)]),
         ({"dp_shard": 4}, [Shape((), None)], None, [(0, 1, 2, 3)]),
         ({"dp_replicate": 2, "dp_shard": 2}, [Shape((5,), None)], None, [(0, 2), (1, 3)]),
         ({"dp_shard": 1, "tp": 4}, [EVEN, TALL], None, [(0, 1, 2, 3)]),

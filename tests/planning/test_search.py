@@ -15,11 +15,11 @@ from meshtrain.data.tokens.workers import num_cores
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
 from meshtrain.planning.search.candidates import Candidate, candidates
-from meshtrain.planning.search.estimate import Estimate
+from meshtrain.planning.search.estimate import Estimate, Estimator
 from meshtrain.planning.search.kinds import build_estimator
 from meshtrain.planning.search.ranking import promising, quickest_first, simulate_all
 from meshtrain.planning.search.reasons import estimated_reason
-from meshtrain.planning.search.wanted import wanted_run
+from meshtrain.planning.search.wanted import Wanted, wanted_run
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
 
@@ -257,20 +257,24 @@ CASES = [
 ALL_AT_ONCE = candidate(2, 1, 2, 1, 1, schedule="GPipe")
 
 
+def deviations(estimator: Estimator, wanted: Wanted, case: Candidate) -> tuple[float, float]:
+    """Return how far memory and seconds in closed form are from those of the simulation."""
+    estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), wanted.machine)
+    assert needs.time is not None
+    found = estimate.peak_bytes / needs.peak_bytes - 1, estimate.seconds / needs.time.seconds - 1
+    print(f"{case.described():60} memory {found[0]:+.1%} seconds {found[1]:+.1%}")
+    return found
+
+
 def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     shipped: Machine = find_machine("h100-80gb", PROCESSES)
     config = config_of(run_file)
     wanted = wanted_run(config, shipped, PROCESSES)
     estimator = build_estimator(wanted, {it.kind for it in [*CASES, ALL_AT_ONCE]})
     for case in CASES:
-        estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), shipped)
-        assert needs.time is not None
-        print(
-            f"{case.described():60} memory {estimate.peak_bytes / needs.peak_bytes - 1:+.1%} "
-            f"seconds {estimate.seconds / needs.time.seconds - 1:+.1%}"
-        )
-        assert estimate.peak_bytes == pytest.approx(needs.peak_bytes, rel=0.15), case.described()
-        assert estimate.seconds == pytest.approx(needs.time.seconds, rel=0.25), case.described()
+        memory, seconds = deviations(estimator, wanted, case)
+        assert abs(memory) <= 0.15, case.described()
+        assert abs(seconds) <= 0.25, case.described()
     # Its logits wait for the backward passes, too.
     at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
@@ -317,28 +321,36 @@ def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate]
     wanted = wanted_run(RunConfig.model_validate(table), machine, 8)
     estimator = build_estimator(wanted, {it.kind for it in cases})
     for case in cases:
-        estimate, needs = estimator.estimate(case), find_needs(wanted.resolved(case), machine)
-        assert needs.time is not None
-        print(
-            f"{case.described():60} memory {estimate.peak_bytes / needs.peak_bytes - 1:+.1%} "
-            f"seconds {estimate.seconds / needs.time.seconds - 1:+.1%}"
-        )
-        # What does not grow with a sequence is not told apart, so parts of it need less.
-        assert estimate.peak_bytes == pytest.approx(needs.peak_bytes, rel=0.35), case.described()
-        assert estimate.seconds == pytest.approx(needs.time.seconds, rel=0.35), case.described()
+        memory, seconds = deviations(estimator, wanted, case)
+        assert abs(memory) <= 0.35, case.described()
+        assert abs(seconds) <= 0.35, case.described()
 
 
 def test_candidates_divide_experts_and_long_sequences() -> None:
     config = load_run(ROOT / "launch/runs/llama-65b.toml")
-    long = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 32_768})})
     dense, moe = (set(candidates(config, (), 64, 80, 8, num_experts=number)) for number in (0, 16))
     assert {it.ep for it in dense} == {1}
     assert {it.ep for it in moe} == {1, 2, 4, 8, 16}
     assert {it.ep for it in moe if it.tp == 4} == {1, 2, 16}
     assert all(it.data_degree * it.pp * it.tp == 64 for it in moe)
-    assert {it.cp for it in candidates(config, (), 64, 80, 8, takes_cp=True)} == {1}
-    assert {it.cp for it in candidates(long, (), 64, 80, 8, takes_cp=True)} == {1, 2, 4, 8}
-    assert {it.cp for it in candidates(long, (), 64, 80, 8)} == {1}
+    assert {it.cp for it in candidates(config, (), 64, 80, 8, takes_cp=True)} == {1, 2, 4, 8}
+    assert {it.cp for it in candidates(config, (), 64, 80, 8)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "takes"), [("llama", 8_192, False), ("llama", 16_384, True), ("mamba", 16_384, False)]
+)
+def test_sequences_are_divided_if_they_are_long_and_the_class_allows_it(kind: str, length: int, takes: bool) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    positions = {"max_position_embeddings": length} if kind == "llama" else {}
+    table = {
+        "run_directory": "search",
+        "steps": 1,
+        "global_batch_size": 8,
+        "model": {"type": kind, "attention": "eager", "config": {**shape, **positions}},
+        "data": {"sequence_length": length, "tokenizer": {"vocab_size": 300}},
+    }
+    assert wanted_run(RunConfig.model_validate(table), find_machine("h100-80gb", 8), 8).takes_cp() == takes
 
 
 def test_closed_form_agrees_with_the_simulation_of_large_microbatches() -> None:

@@ -1,10 +1,11 @@
 """Which processes of a pp rank hold the same, without a simulation."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from meshtrain.config.mesh import EXPERT_FSDP_AXES, FSDP_AXES, STAGE_AXES, TP, MeshPlan
-from meshtrain.parallel.shard import sharded_dim
+from meshtrain.config.mesh import STAGE_AXES, TP, MeshPlan
+from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.head_share import Heads
 
 
@@ -38,9 +39,8 @@ def alike_processes(mesh: MeshPlan, shapes: Iterable[Shape], heads: Heads | None
     by_tp = [[_part_of_tp(shape, rank, mesh.tp) for shape in shapes] for rank in range(mesh.tp)]
     for process in range(mesh.degree(*STAGE_AXES)):
         over_tp = _coordinate(mesh, (TP,), process)
-        largest = by_tp[0]
         ends = process, 0, mesh.degree(*STAGE_AXES) - 1
-        own, first, last = (_rows(by_tp[over_tp], largest, mesh, it) for it in ends)
+        own, first, last = (_shares(by_tp[over_tp], by_tp[0], mesh, it) for it in ends)
         holds_less = own == last != first
         groups.setdefault((_share(heads, over_tp, mesh.tp), tuple(by_tp[over_tp]), holds_less), []).append(process)
     return [tuple(group) for group in groups.values()]
@@ -62,8 +62,8 @@ def _part_of_tp(shape: Shape, rank: int, tp: int) -> Shape:
     return shape._replace(sizes=tuple(sizes))
 
 
-def _rows(shapes: Iterable[Shape], largest: Iterable[Shape], mesh: MeshPlan, process: int) -> list[int]:
-    """Return how many rows of each parameter FSDP2 gives to a process.
+def _shares(shapes: Iterable[Shape], largest: Iterable[Shape], mesh: MeshPlan, process: int) -> list[int]:
+    """Return how much of each parameter FSDP2 gives to a process, in the dimension that it splits.
 
     Args:
         shapes: of the part of tp.
@@ -73,14 +73,10 @@ def _rows(shapes: Iterable[Shape], largest: Iterable[Shape], mesh: MeshPlan, pro
     """
     found = []
     for shape, whole in zip(shapes, largest, strict=True):
-        axes = EXPERT_FSDP_AXES if shape.of_experts else FSDP_AXES
-        sizes, most = ([*it.sizes] for it in (shape, whole))
-        cut = set() if shape.tp_dim is None else {shape.tp_dim}
-        if shape.of_experts and mesh.ep > 1:
-            sizes[0], most[0] = sizes[0] // mesh.ep, most[0] // mesh.ep
-            cut.add(0)
+        split = partial(fsdp_split, mesh=mesh, tp_dim=shape.tp_dim, of_experts=shape.of_experts)
+        # The largest part decides on the dimension.
+        (_, dim, axes), (sizes, _, _) = split(whole.sizes), split(shape.sizes)
         if sizes:
-            dim = sharded_dim(most, mesh.degree(*axes), cut)
             found.append(_part(sizes[dim], _coordinate(mesh, axes, process), mesh.degree(*axes)))
     return found
 

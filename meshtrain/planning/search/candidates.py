@@ -150,12 +150,11 @@ def candidates(
         on_host: number of processes on a host; tp stays inside.
         may_offload: whether host memory is another one than that of the accelerator.
         num_experts: a number that ep must divide; 0: there are no experts.
-        takes_cp: whether the model computes on parts of sequences.
+        takes_cp: whether the model computes on parts of sequences that are worth dividing.
     """
     offloads = ("none", "cpu") if may_offload else ("none",)
     choices = Choices(config, pinned)
-    length = config.data.sequence_length
-    parts = [degree for degree in _divisors(MOST_CP) if degree == 1 or (takes_cp and length >= LONG)]
+    parts = _divisors(MOST_CP) if takes_cp else [1]
     for tp, cp in product(
         choices.of("plan.mesh.tp", [degree for degree in _divisors(world_size) if degree <= on_host]),
         choices.of("plan.mesh.cp", parts),

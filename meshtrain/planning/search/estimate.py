@@ -270,12 +270,12 @@ class Estimator:
     def _fsdp_seconds(self, candidate: Candidate, name: str, itemsize: int) -> float:
         """Return the seconds of FSDP2's message for the largest layer, and that for its experts."""
         degrees, tp = dict(zip(AXES, candidate.mesh, strict=True)), candidate.tp
-        sizes = {
-            fsdp_axis_of(degrees): max(self._sizes.layers) / tp,
-            fsdp_axis_of(degrees, EXPERT_FSDP_AXES): max(self._sizes.experts) / tp / candidate.ep,
-        }
-        if candidate.ep == 1:
-            sizes = {fsdp_axis_of(degrees): self._largest_layer(candidate)}
+        sizes = {fsdp_axis_of(degrees): self._largest_layer(candidate)}
+        if candidate.ep > 1:
+            sizes = {
+                fsdp_axis_of(degrees): max(self._sizes.layers) / tp,
+                fsdp_axis_of(degrees, EXPERT_FSDP_AXES): max(self._sizes.experts) / tp / candidate.ep,
+            }
         return sum(
             self._messages(candidate.mesh, candidate.offload, name, int(size * itemsize), axis)
             for axis, size in sizes.items()

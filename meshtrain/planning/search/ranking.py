@@ -14,7 +14,7 @@ from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.memory import MemoryUse
 from meshtrain.planning.needs import find_needs
 from meshtrain.planning.search.alternatives import usual_plans, variants
-from meshtrain.planning.search.candidates import LONG, Candidate, candidates
+from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.estimate import Estimate
 from meshtrain.planning.search.kinds import build_estimator
 from meshtrain.planning.search.wanted import Wanted
@@ -118,7 +118,7 @@ def _candidates(wanted: Wanted, pinned: Collection[str], on_host: int) -> list[C
             on_host,
             may_offload=may_offload,
             num_experts=math.gcd(*numbers_of_experts(wanted.base.model).values()),
-            takes_cp=wanted.config.data.sequence_length >= LONG and wanted.takes_cp(),
+            takes_cp=wanted.takes_cp(),
         )
     )
     if not found:

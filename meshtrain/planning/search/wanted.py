@@ -16,7 +16,7 @@ from meshtrain.parallel.check.context import check_context
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
-from meshtrain.planning.search.candidates import Candidate, Kind
+from meshtrain.planning.search.candidates import LONG, Candidate, Kind
 from meshtrain.planning.search.layers import MICROBATCHES
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun, resolve_run
@@ -90,7 +90,9 @@ class Wanted:
         return replace(self, config=config, world_size=tp), candidate
 
     def takes_cp(self) -> bool:
-        """Return whether the model computes on parts of sequences."""
+        """Return whether the model computes on parts of sequences that are worth dividing."""
+        if self.base.batch.sequence_length < LONG:
+            return False
         two = self.base.plan.model_copy(update={"mesh": MeshPlan(dp_shard=1, cp=2)})
         return not list(check_context(two, self.base.model, self.base.batch))
 
