@@ -25,6 +25,19 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
 
+class UncompiledMode(OperatorMode):
+    """A mode for code that is never compiled.
+
+    Why: torch keeps its compiler out of every call of another mode, which takes as long as many a
+    call.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in any nest of lists, dicts and model outputs.
 

@@ -1,17 +1,39 @@
 """Run operators on fake tensors faster than torch's mode does."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from meshtrain.compat.autograd import UncompiledMode
 
 # The classes of arguments that are compared by their values.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Make = Callable[[Any], Any]
 # Number of known operators after which all are forgotten. A step has about a thousand.
 MOST_KNOWN = 50_000
+_DEVICE = torch.ops.prim.device.default
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+@dataclass(frozen=True, eq=False)
+class Likeness:
+    """What operators have in common whose results look the same; equal to itself only.
+
+    Attributes:
+        make: makes a result from the arguments; None if torch must do it.
+
+    Why: as for `FakeOperators`.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    make: _Make | None
 
 
 class FakeOperators:
@@ -23,26 +45,75 @@ class FakeOperators:
     """
 
     # Of all simulations of this process.
-    _known: ClassVar[dict[Any, _Make | None]] = {}
+    _known: ClassVar[dict[Any, Likeness]] = {}
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the result of an operator, and what decides how it looks, or None."""
-        if func is torch.ops.aten._grouped_mm.default:
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Likeness | None]:
+        """Return the result of an operator, and what it has in common with others, if known."""
+        if func is _GROUPED_PRODUCT:
             return _grouped_product(func, args, kwargs), None
+        if func.namespace == "profiler":
+            # It marks a part of a trace, and takes no tensor.
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs), None
         key = _key(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs), None
-        if key not in self._known:
+        # The key is hashed once: that takes longer than all else here.
+        like = self._known.get(key)
+        if like is None:
             result = func(*args, **kwargs)
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = _maker(func, args, result)
-            return result, key
-        make = self._known[key]
-        if make is None:
-            return func(*args, **kwargs), key
+            like = self._known[key] = Likeness(_maker(func, args, result))
+            return result, like
+        if like.make is None:
+            return func(*args, **kwargs), like
         with torch._C._DisableTorchDispatch():
-            return make(args), key
+            return like.make(args), like
+
+
+class QuickFakeTensors(UncompiledMode):
+    """The mode of fake tensors, in which operators run as `FakeOperators` runs them.
+
+    Args:
+        fake: the mode of fake tensors.
+
+    Why: as for `FakeOperators`.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    def __init__(self, fake: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._fake, self._run = fake, FakeOperators()
+
+    def __enter__(self) -> Self:
+        """Begin to make fake tensors."""
+        self._fake.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Make other tensors again."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._fake.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        if (device := device_asked(func, args)) is not None:
+            return device
+        if has_dtensor(tuple(types)):
+            # DTensor runs the operator again, on the local parts.
+            return NotImplemented
+        return self._run(func, args, kwargs or {})[0]
+
+
+@functools.cache
+def has_dtensor(types: tuple[type, ...]) -> bool:
+    """Return whether one of the classes of arguments is DTensor, or derived from it.
+
+    Why: as for `FakeOperators`.
+    Holds: torch 2.11 to 2.13.
+    """
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def device_asked(func: Any, args: Any) -> torch.device | None:
@@ -51,7 +122,7 @@ def device_asked(func: Any, args: Any) -> torch.device | None:
     Why: autograd asks so for the device of every gradient, which is most of all operators.
     Holds: torch 2.11 to 2.13.
     """
-    if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+    if func is _DEVICE and type(args[0]) is FakeTensor:
         return args[0].fake_device
     return None
 
@@ -71,7 +142,8 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what decides how the result of an operator looks, or None if that is not known."""
     if func.namespace not in ("aten", "_c10d_functional") or not args:
         return None
-    found: list[Any] = [func]
+    # Torch computes the hash of an operator in Python. Operators exist as long as the process.
+    found: list[Any] = [id(func)]
     if not _describe(args, found):
         return None
     for name, value in kwargs.items():

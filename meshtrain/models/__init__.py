@@ -3,6 +3,7 @@
 adapters: LoRA layers of peft, taken off a model and put back.
 build: the configuration and the stock model on the meta device.
 constructed: the values that the constructor of a model gives its tensors.
+copying: a deep copy of a model.
 dtypes: number formats and their names.
 flops: floating-point operations, counted from the structure of a model.
 fused: fused projections, which are kept in parts.

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from meshtrain.data.tokens.workers import num_cores
@@ -12,6 +12,8 @@ from meshtrain.runtime.ranks import program_hidden, run_on_ranks
 
 Result = TypeVar("Result")
 SECONDS = 3600.0
+# A process gets further values of a kind until it has so many more of them to do than another one.
+MOST_AHEAD = 2.0
 
 
 def on_all_cores(
@@ -20,6 +22,7 @@ def on_all_cores(
     *args: Any,
     deadline: float = math.inf,
     costs: Sequence[float] = (),
+    kinds: Sequence[Hashable] = (),
 ) -> list[Result]:
     """Return `compute(value, *args)` for each value, in order.
 
@@ -30,6 +33,7 @@ def on_all_cores(
         deadline: on the monotonic clock. A process leaves out what would end later, judged by the
             time of what it has computed before. It computes at least one value.
         costs: about how long each value takes, relative to others; by default as long as others.
+        kinds: equal for values that share what a process keeps; by default no value does.
 
     Raises:
         RankError: of the first process that raised.
@@ -37,10 +41,36 @@ def on_all_cores(
     if not values:
         return []
     workers = min(len(values), num_cores())
+    costs, kinds = costs or [1.0] * len(values), kinds or range(len(values))
+    owners = owners_of(workers, costs, kinds)
     with program_hidden():
-        shares = run_on_ranks(workers, _share, compute, values, args, deadline, costs, joins=False, timeout=SECONDS)
+        shares = run_on_ranks(
+            workers, _share, compute, values, args, deadline, costs, owners, joins=False, timeout=SECONDS
+        )
     found = {index: result for share in shares for index, result in share.items()}
     return [found[index] for index in sorted(found)]
+
+
+def owners_of(workers: int, costs: Sequence[float], kinds: Sequence[Hashable]) -> list[int]:
+    """Return the process that computes each value.
+
+    That is the one that has least to do, or the one with the last value of the same kind.
+
+    Args:
+        workers: number of processes.
+        costs: of the values, in the order in which they are computed.
+        kinds: of the values.
+    """
+    loads, latest, found = [0.0] * workers, dict[Hashable, int](), list[int]()
+    for cost, kind in zip(costs, kinds, strict=True):
+        idlest = loads.index(min(loads))
+        owner = latest.get(kind, idlest)
+        if loads[idlest] == 0 or loads[owner] > loads[idlest] + MOST_AHEAD * cost:
+            owner = idlest
+        latest[kind] = owner
+        loads[owner] += cost
+        found.append(owner)
+    return found
 
 
 def _share(
@@ -49,13 +79,14 @@ def _share(
     args: Sequence[Any],
     deadline: float,
     costs: Sequence[float],
+    owners: Sequence[int],
 ) -> dict[int, Result]:
     """Compute this process's share of the values."""
     found: dict[int, Result] = {}
     slowest = 0.0
     with rare_collections():
-        for index in range(int(os.environ["RANK"]), len(values), int(os.environ["WORLD_SIZE"])):
-            begin, cost = time.monotonic(), costs[index] if costs else 1.0
+        for index in (index for index, owner in enumerate(owners) if owner == int(os.environ["RANK"])):
+            begin, cost = time.monotonic(), costs[index]
             if found and begin + slowest * cost > deadline:
                 continue
             found[index] = compute(values[index], *args)

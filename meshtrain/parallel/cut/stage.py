@@ -195,7 +195,7 @@ def cut(
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
     structure = structure or probe(_traceable(model, compute))
-    routes = _routes(structure, layers_per_stage)
+    routes = routes_of(structure, layers_per_stage)
     return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
 
 
@@ -210,7 +210,7 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
     structure = probe_structure(model)
-    routes = _routes(structure, layers_per_stage)
+    routes = routes_of(structure, layers_per_stage)
     _, layers = find_layers(model)
     ends = list(accumulate(layers_per_stage))
     received: Any = ()
@@ -274,11 +274,25 @@ def find_borders(
     Raises:
         ModelError: for a class whose parts cannot be divided among stages.
     """
-    structure = probe(_traceable(model, compute))
-    return structure, _routes(structure, layers_per_stage)
+    structure = find_structure(model, compute)
+    return structure, routes_of(structure, layers_per_stage)
 
 
-def _routes(structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
+def find_structure(model: PreTrainedModel, compute: torch.dtype | None = None) -> Structure:
+    """Return the structure of a model. The arguments and errors are those of `find_borders`."""
+    return probe(_traceable(model, compute))
+
+
+def routes_of(structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
+    """Return what each stage receives and sends.
+
+    Args:
+        structure: of the model; it is not changed.
+        layers_per_stage: as for `cut`.
+
+    Raises:
+        ModelError: for a class whose parts cannot be divided among stages.
+    """
     try:
         return find_routes(structure.trace, Stages(structure.trace, layers_per_stage, structure.layers_name))
     except NotCuttableError as error:

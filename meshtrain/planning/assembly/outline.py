@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
@@ -15,16 +13,20 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.borders import StageRoutes, Stages
-from meshtrain.parallel.cut.kinds import kinds_of
-from meshtrain.parallel.cut.probe import Structure, find_layers
-from meshtrain.parallel.cut.stage import find_borders
+from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
 from meshtrain.planning.assembly.layers import NEAREST, fewest_layers, likes
 from meshtrain.planning.assembly.processes import Shape
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, stream_problem
-from meshtrain.planning.simulation.models import build_run_model, full_model
+from meshtrain.planning.simulation.models import (
+    borders_of,
+    build_run_model,
+    full_model,
+    layer_kinds,
+    layer_parameters,
+)
 from meshtrain.planning.simulation.run import SimulatedRun
 
 # The settings of a plan that name modules.
@@ -89,8 +91,11 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
     full = full_model(run)
-    parameters = [_parameters(layer) for layer in find_layers(full)[1]]
-    kinds = _layer_kinds(full, run, parameters)
+    parameters = layer_parameters(full)
+    precision, every = run.plan.precision, run.plan.recompute.every
+    kinds = [
+        (kind, index % every, _skipped_in_float8(precision, index)) for index, kind in enumerate(layer_kinds(full))
+    ]
     stages = _layers_of_stages(run)
     # Such a schedule computes the gradients of all weights of a stage in one pass.
     all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
@@ -102,8 +107,9 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     ]
     model = build_run_model(replace(run, layers=tuple(layer for layers in kept for layer in layers)))
     unfuse(model, run.plan.tensor.fused)
-    structure, routes = _borders(model, run, kept, leaves_out=stages != kept)
-    shapes = _shapes(model, with_layers(run, kept).plan, structure)
+    few = with_layers(run, kept)
+    structure, routes = _borders(few, leaves_out=stages != kept)
+    shapes = _shapes(model, few.plan, structure)
     problem = None if structure is None else stream_problem(structure.trace)
     if problem is not None and stages != kept:
         raise LayersNeededError(problem)
@@ -165,39 +171,21 @@ def _layers_of_stages(run: SimulatedRun) -> list[tuple[int, ...]]:
     return [tuple(range(first, end)) for first, end in pairwise(ends)]
 
 
-def _layer_kinds(model: PreTrainedModel, run: SimulatedRun, parameters: Sequence[Hashable]) -> list[Hashable]:
-    """Return for each layer a value that is equal for those that compute the same."""
-    _, layers = find_layers(model)
-    types = getattr(run.hf_config.get_text_config(), "layer_types", None) or ()
-    every = run.plan.recompute.every
-    return [
-        (kind, *types[index : index + 1], index % every, _skipped_in_float8(run.plan.precision, index), own)
-        for index, (kind, own) in enumerate(zip(kinds_of([*layers]), parameters, strict=True))
-    ]
-
-
 def _skipped_in_float8(plan: PrecisionPlan, layer: int) -> tuple[str, ...]:
     """Return the modules of one layer that a plan names, to leave them out of float8."""
     numbered = [found for pattern in plan.float8.skip or () if (found := _NUMBER.fullmatch(pattern))]
     return tuple(found[3] or "" for found in numbered if found[2] == str(layer))
 
 
-def _parameters(layer: nn.Module) -> Hashable:
-    return tuple((name, it.shape, it.dtype, it.requires_grad) for name, it in layer.named_parameters())
-
-
-def _borders(
-    model: PreTrainedModel, run: SimulatedRun, stages: Sequence[Sequence[int]], *, leaves_out: bool
-) -> tuple[Structure | None, list[StageRoutes]]:
-    """Return the structure of a model and the routes of its stages.
+def _borders(few: SimulatedRun, *, leaves_out: bool) -> tuple[Structure | None, list[StageRoutes]]:
+    """Return the structure of the model of a run and the routes of its stages.
 
     The structure of a model in one piece is needed only if layers are left out.
     """
-    if len(stages) == 1 and not leaves_out:
+    if len(few.plan.pipeline.layer_counts) == 1 and not leaves_out:
         return None, [StageRoutes()]
-    numbers = [len(layers) for layers in stages]
     try:
-        return find_borders(model, numbers, getattr(torch, run.plan.precision.activations))
+        return borders_of(few)
     except ModelError as error:
         if leaves_out:
             raise LayersNeededError(f"its passes are not known: {error}") from error

@@ -192,7 +192,9 @@ def simulate_all(
     Returns:
         Those that were simulated, from the fastest to the slowest; and what contradicts the run.
     """
-    answers = on_all_cores(_simulated, found, wanted, deadline=deadline, costs=[*map(_cost, found)])
+    # With the same tp and microbatch, the layers have operators of the same shapes.
+    kinds = [(it.tp, it.micro_batch_size) for it in found]
+    answers = on_all_cores(_simulated, found, wanted, deadline=deadline, costs=[*map(_cost, found)], kinds=kinds)
     simulated = sorted((it for it in answers if isinstance(it, Found)), key=lambda it: it.time.seconds)
     return simulated, dict(it for it in answers if not isinstance(it, Found))
 

@@ -3,22 +3,28 @@
 import copy
 import functools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.models.build import build_meta_model
+from meshtrain.models.copying import copy_module
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.account import Message, messages, messages_between
 from meshtrain.parallel.cut.borders import StageRoutes
+from meshtrain.parallel.cut.kinds import kinds_of
 from meshtrain.parallel.cut.probe import Structure, find_layers
-from meshtrain.parallel.cut.stage import find_borders
+from meshtrain.parallel.cut.stage import find_structure, routes_of
 from meshtrain.parallel.tensor.local_shapes import may_cut_borders
 from meshtrain.planning.simulation.fewer_layers import keep_layers
 from meshtrain.planning.simulation.run import SimulatedRun
+
+# Those of a few numbers of layers, which the plans of a search have.
+MOST_STRUCTURES = 16
 
 
 class _Same:
@@ -45,6 +51,27 @@ def _built(config: _Same, attention: str, trust_remote_code: bool, dtype: str) -
     return build_meta_model(own, dtype=DTYPES[dtype], attention=attention, trust_remote_code=trust_remote_code)
 
 
+@functools.lru_cache(maxsize=1)
+def layer_kinds(full: PreTrainedModel) -> tuple[Hashable, ...]:
+    """Return for each layer of a full model a value that is equal for those that do the same."""
+    layers = find_layers(full)[1]
+    types = getattr(full.config.get_text_config(), "layer_types", None) or ()
+    parameters = layer_parameters(full)
+    return tuple(
+        (kind, *types[index : index + 1], own)
+        for index, (kind, own) in enumerate(zip(kinds_of([*layers]), parameters, strict=True))
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def layer_parameters(full: PreTrainedModel) -> tuple[Hashable, ...]:
+    """Return for each layer of a full model a value that is equal for like parameters."""
+    return tuple(
+        tuple((name, it.shape, it.dtype, it.requires_grad) for name, it in layer.named_parameters())
+        for layer in find_layers(full)[1]
+    )
+
+
 def build_run_model(run: SimulatedRun) -> PreTrainedModel:
     """Return a copy of the model of a run, with the layers that exist in the run."""
     return _copy_of(full_model(run), run.layers)
@@ -52,12 +79,13 @@ def build_run_model(run: SimulatedRun) -> PreTrainedModel:
 
 def _copy_of(full: PreTrainedModel, layers: Sequence[int] | None) -> PreTrainedModel:
     if layers is None:
-        return copy.deepcopy(full)
+        copied: PreTrainedModel = copy_module(full, {})
+        return copied
     # Layers that do not exist in the run are not copied.
     memo: dict[int, Any] = {id(it): it for index, it in enumerate(find_layers(full)[1]) if index not in layers}
-    model = copy.deepcopy(full, memo)
-    keep_layers(model, layers)
-    return model
+    copied = copy_module(full, memo)
+    keep_layers(copied, layers)
+    return copied
 
 
 def shared_structure(run: SimulatedRun) -> Structure | None:
@@ -70,7 +98,7 @@ def shared_structure(run: SimulatedRun) -> Structure | None:
     """
     if len(run.plan.pipeline.layer_counts) == 1:
         return None
-    structure, routes = _borders_of(run)
+    structure, routes = borders_of(run)
     return None if run.plan.mesh.tp > 1 and may_cut_borders(structure, routes) else structure
 
 
@@ -82,18 +110,42 @@ def messages_of(run: SimulatedRun) -> list[Message]:
     structure = shared_structure(run)
     if structure is None:
         return messages(build_run_model(run), run.plan, rows, length)
-    return messages_between(structure, _borders_of(run)[1], run.plan, rows, length)
+    return messages_between(structure, borders_of(run)[1], run.plan, rows, length)
 
 
-def _borders_of(run: SimulatedRun) -> tuple[Structure, list[StageRoutes]]:
-    fused, compute = json.dumps(run.plan.tensor.fused), run.plan.precision.activations
-    return _borders(full_model(run), run.layers, fused, compute, tuple(run.plan.pipeline.layer_counts))
+def borders_of(run: SimulatedRun) -> tuple[Structure, list[StageRoutes]]:
+    """Return the structure of the model of a run, and the routes of its stages.
+
+    The structure must not be changed.
+
+    Raises:
+        ModelError: for a model that cannot be cut.
+    """
+    full = full_model(run)
+    layers = None if run.layers is None else _first_alike(layer_kinds(full), run.layers)
+    structure = _structure(full, layers, json.dumps(run.plan.tensor.fused), run.plan.precision.activations)
+    return structure, routes_of(structure, run.plan.pipeline.layer_counts)
 
 
-@functools.lru_cache(maxsize=2)
-def _borders(
-    full: PreTrainedModel, layers: tuple[int, ...] | None, fused: str, compute: str, layer_counts: tuple[int, ...]
-) -> tuple[Structure, list[StageRoutes]]:
+def _first_alike(kinds: Sequence[Hashable], layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first layers of a model that compute the same as some of its layers, in order.
+
+    So the structures of many stages are one.
+    """
+    indices: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        indices.setdefault(kind, []).append(index)
+    number = Counter[Hashable]()
+    found = []
+    for layer in layers:
+        kind = kinds[layer]
+        found.append(indices[kind][number[kind]])
+        number[kind] += 1
+    return tuple(found) if found == sorted(found) else layers
+
+
+@functools.lru_cache(maxsize=MOST_STRUCTURES)
+def _structure(full: PreTrainedModel, layers: tuple[int, ...] | None, fused: str, compute: str) -> Structure:
     model = _copy_of(full, layers)
     unfuse(model, json.loads(fused))
-    return find_borders(model, layer_counts, getattr(torch, compute))
+    return find_structure(model, getattr(torch, compute))

@@ -22,6 +22,7 @@ from meshtrain.compat.fake import (
     tensors_of,
     votes_skipped,
 )
+from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
 from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, fsdp_axis_of
 from meshtrain.errors import ModelError
@@ -192,6 +193,7 @@ def _record(
     model = build_run_model(run)
     with fake_process_group(rank, plan.mesh.world_size), ExitStack() as stack:
         fake = fake_tensors()
+        quick = QuickFakeTensors(fake)
         pipeline = build_pipeline(
             model,
             init_mesh(plan.mesh, "cpu"),
@@ -200,12 +202,14 @@ def _record(
             seed=0,
             device=torch.device("cpu"),
             router=run.router,
-            allocation=fake,
+            allocation=quick,
             structure=shared_structure(run),
         )
+        with quick:
+            optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)
+            optimizer.make_states()
+            batch = _batch(run)
         stack.enter_context(fake)
-        optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)
-        optimizer.make_states()
         recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
@@ -218,7 +222,6 @@ def _record(
             max_gradient_norm=run.optimizer.max_gradient_norm,
             loss_scale=build_loss_scale(plan.precision),
         )
-        batch = _batch(run)
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
         stack.enter_context(votes_skipped())

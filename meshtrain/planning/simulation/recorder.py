@@ -1,6 +1,5 @@
 """Record what one process does in a step: its memory, its operators and its messages."""
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.autograd import UncompiledMode
 from meshtrain.compat.fake import (
     BUFFERED,
     GATHERED,
@@ -28,7 +26,7 @@ from meshtrain.compat.fake import (
     storage_key,
     tensors_of,
 )
-from meshtrain.compat.fake_operators import FakeOperators, device_asked
+from meshtrain.compat.fake_operators import FakeOperators, Likeness, device_asked, has_dtensor
 from meshtrain.compat.operators import ITEMS
 
 START = "start"
@@ -116,7 +114,7 @@ class Action:
     work: list[Counter[Work] | Work] = field(default_factory=list)
 
 
-class Recorder(OperatorMode):
+class Recorder(UncompiledMode):
     """Records every allocation, operator and message while it is active.
 
     Attributes:
@@ -138,7 +136,7 @@ class Recorder(OperatorMode):
         self.roles: dict[int, Role] = {}
         self._axes, self._answers, self._granularity = axes, answers, granularity
         self._hidden, self._run_fake = 0, FakeOperators()
-        self._works: dict[Any, Work | None] = {}
+        self._works: dict[Likeness, Work | None] = {}
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
@@ -183,18 +181,18 @@ class Recorder(OperatorMode):
         if self._answers and (device := device_asked(func, args)) is not None:
             return device
         kwargs = kwargs or {}
-        if _has_dtensor(tuple(types)):
+        if has_dtensor(tuple(types)):
             # DTensor runs the operator again, on the local parts.
             return NotImplemented
         if self._hidden:
             return func(*args, **kwargs)
         if self._answers and func in ITEMS:
             return _zero(args[0].dtype)
-        result, key = self._run_fake(func, args, kwargs) if self._answers else (func(*args, **kwargs), None)
-        self._record(func, args, kwargs, result, key)
+        result, like = self._run_fake(func, args, kwargs) if self._answers else (func(*args, **kwargs), None)
+        self._record(func, args, kwargs, result, like)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, key: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, like: Likeness | None) -> None:
         """Record an operator.
 
         Args:
@@ -202,11 +200,14 @@ class Recorder(OperatorMode):
             args: that it was called with.
             kwargs: that it was called with.
             result: of the operator.
-            key: equal for operators that do the same; None if that is not known.
+            like: the same for operators that do the same; None if that is not known.
         """
-        if key is None or key not in self._works:
-            self._works[key] = _work_of(func, args, kwargs, result)
-        work = self._works[key]
+        if like is None:
+            work = _work_of(func, args, kwargs, result)
+        elif like in self._works:
+            work = self._works[like]
+        else:
+            work = self._works[like] = _work_of(func, args, kwargs, result)
         if work is None:
             return
         results = tensors_of(result)
@@ -287,11 +288,6 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
     moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
     first = given or results
     return Work(name, first[0].dtype if first else None, flops_of(func, args, kwargs, result), moved, None)
-
-
-@functools.cache
-def _has_dtensor(types: tuple[type, ...]) -> bool:
-    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, str]) -> Work:

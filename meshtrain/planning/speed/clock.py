@@ -1,7 +1,7 @@
 """The time of one process: what it computes, and which messages travel meanwhile."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from meshtrain.compat.fake import GATHERED, shown_name
@@ -33,12 +33,44 @@ class _Item:
     Attributes:
         seconds: that it takes.
         message: None for computation.
+        kind: of the message, as `shown_name` returns it.
+        axis: of the message.
         needs_gathered: whether the computation begins with the copy of gathered parameters.
     """
 
     seconds: float
     message: Work | None = None
+    kind: str = ""
+    axis: str = ""
     needs_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What is done one after the other, because no message travels meanwhile.
+
+    Attributes:
+        seconds: of each message, and of what is computed between two.
+        messages: axis -> bytes of all messages, and the seconds of each.
+    """
+
+    seconds: list[float]
+    messages: dict[str, tuple[int, list[float]]]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What an action does.
+
+    Attributes:
+        items: in their order.
+        plain: the same, if no message travels meanwhile.
+        work: of the action. It is kept so that no other object gets its number.
+    """
+
+    items: list[_Item]
+    plain: _Plain | None
+    work: object
 
 
 @dataclass
@@ -58,7 +90,7 @@ class Clock:
     rates: Rates
     now: float = 0.0
     axes: dict[str, AxisTime] = field(default_factory=dict)
-    _known: dict[int, tuple[list[_Item], object]] = field(default_factory=dict)
+    _known: dict[tuple[int, bool], _Known] = field(default_factory=dict)
     _gathers_end: float = 0.0
     _pending: deque[float] = field(default_factory=deque)
     _copied: deque[float] = field(default_factory=lambda: deque([0.0, 0.0], maxlen=2))
@@ -70,11 +102,15 @@ class Clock:
             is_backward = action.phase.startswith("backward")
             if action.phase == "gradients":
                 self.finish_reductions()
-            for item in self._items(action):
+            known = self._known_work(action, is_backward=is_backward)
+            if known.plain is not None:
+                self._do_plain(known.plain)
+                continue
+            for item in known.items:
                 if item.message is None:
                     self._compute(item)
                 else:
-                    self._send(item.message, item.seconds, is_backward=is_backward)
+                    self._send(item, item.message.num_bytes, is_backward=is_backward)
 
     def finish_reductions(self) -> None:
         """Wait for all reductions of gradients."""
@@ -87,17 +123,37 @@ class Clock:
         found.seconds += seconds
         return found
 
-    def _items(self, action: ActionProfile) -> list[_Item]:
-        if id(action.work) not in self._known:
-            # The work is kept too, so that no other object gets its number.
-            self._known[id(action.work)] = [self._item(work, action.phase) for work in action.work], action.work
-        return self._known[id(action.work)][0]
+    def _known_work(self, action: ActionProfile, *, is_backward: bool) -> _Known:
+        key = id(action.work), is_backward
+        if key not in self._known:
+            items = [self._item(work, action.phase) for work in action.work]
+            is_plain = not any(it.needs_gathered or self._travels(it, is_backward=is_backward) for it in items)
+            self._known[key] = _Known(items, _plain(items) if is_plain else None, action.work)
+        return self._known[key]
 
     def _item(self, work: Counter[Work] | Work, phase: str) -> _Item:
         if isinstance(work, Work):
-            return _Item(self.rates.message_seconds(work), work)
+            return _Item(self.rates.message_seconds(work), work, shown_name(work.name), work.axis or "other")
         needs_gathered = any(kind.name == GATHERED for kind in work)
-        return _Item(self.rates.compute_seconds(work, in_optimizer=phase == "optimizer"), None, needs_gathered)
+        seconds = self.rates.compute_seconds(work, in_optimizer=phase == "optimizer")
+        return _Item(seconds, needs_gathered=needs_gathered)
+
+    def _travels(self, item: _Item, *, is_backward: bool) -> bool:
+        """Return whether an item is a message that travels while the process computes."""
+        if item.message is None or not self.rates.is_asynchronous:
+            return False
+        return item.kind in ("allgather", "reduce_scatter") or (is_backward and item.axis in REPLICA_AXES)
+
+    def _do_plain(self, plain: _Plain) -> None:
+        """Go through an action in which no message travels meanwhile."""
+        # As one after the other, because the sum of floats depends on their order.
+        for seconds in plain.seconds:
+            self.now += seconds
+        for axis, (num_bytes, parts) in plain.messages.items():
+            times = self.add_message(axis, num_bytes, 0.0)
+            for seconds in parts:
+                times.seconds += seconds
+                times.exposed_seconds += seconds
 
     def _compute(self, item: _Item) -> None:
         if item.needs_gathered and self._pending:
@@ -105,23 +161,32 @@ class Clock:
             self._copied.append(self.now)
         self.now += item.seconds
 
-    def _send(self, message: Work, seconds: float, *, is_backward: bool) -> None:
-        axis, name = message.axis or "other", shown_name(message.name)
-        times = self.add_message(axis, message.num_bytes, seconds)
-        if self.rates.is_asynchronous and name == "allgather":
+    def _send(self, item: _Item, num_bytes: int, *, is_backward: bool) -> None:
+        axis, seconds = item.axis, item.seconds
+        times = self.add_message(axis, num_bytes, seconds)
+        if not self._travels(item, is_backward=is_backward):
+            times.exposed_seconds += seconds
+            self.now += seconds
+        elif item.kind == "allgather":
             begin = max(self._gathers_end, self._copied[-1 if is_backward else 0])
             self._gathers_end = begin + seconds
             self._pending.append(self._gathers_end)
-        elif self.rates.is_asynchronous and name == "reduce_scatter":
+        elif item.kind == "reduce_scatter":
             self._wait(self._reductions_end, axis)
             self._reductions_end = self.now + seconds
-        elif self.rates.is_asynchronous and is_backward and axis in REPLICA_AXES:
-            self._reductions_end = max(self._reductions_end, self.now) + seconds
         else:
-            times.exposed_seconds += seconds
-            self.now += seconds
+            self._reductions_end = max(self._reductions_end, self.now) + seconds
 
     def _wait(self, until: float, axis: str) -> None:
         if until > self.now:
             self.axes.setdefault(axis, AxisTime()).exposed_seconds += until - self.now
             self.now = until
+
+
+def _plain(items: Sequence[_Item]) -> _Plain:
+    messages: dict[str, tuple[int, list[float]]] = {}
+    for item in items:
+        if item.message is not None:
+            num_bytes, seconds = messages.get(item.axis, (0, []))
+            messages[item.axis] = num_bytes + item.message.num_bytes, [*seconds, item.seconds]
+    return _Plain([item.seconds for item in items], messages)
