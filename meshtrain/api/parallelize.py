@@ -112,7 +112,7 @@ def parallelize(
     check_flag("parallelize: prove_unknown_class", prove_unknown_class)
     stock = _check_stock(model)
     given = read_plan(plan)
-    check_number_format(given.precision.compute)
+    check_number_format(given.precision.products)
     wanted = _complete(given, stock, mesh)
     device = join_for_script()
     _check_call(wanted, micro_batch_size, prove_unknown_class)

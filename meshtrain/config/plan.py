@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64", "float8"]
-Float8Recipe = Literal["rowwise", "tensorwise"]
+Float8Recipe = Literal["rowwise", "tensorwise", "mxfp8"]
 ContextMethod = Literal["ulysses", "all_gather"]
 ContextOrder = Literal["contiguous", "head_tail"]
 Style = Literal[
@@ -191,12 +191,14 @@ class Float8Plan(Settings):
 
     The inputs, weights and output gradients of linear layers in the decoder layers are scaled and
     cast to float8 before their products. The numbers of inputs and outputs of a layer on a process
-    must be multiples of 16; other layers stay in bfloat16. So do the head and stacked experts.
+    must be multiples of 16, with `mxfp8` of 32; other layers stay in bfloat16. So do the head and
+    stacked experts.
     """
 
     recipe: Float8Recipe = "rowwise"
     """`rowwise` scales each row and column of a product by itself, in e4m3. `tensorwise` has one
-    scale for a tensor on a process, which is faster, and gradients in e5m2."""
+    scale for a tensor on a process, which is faster, and gradients in e5m2. `mxfp8` scales blocks
+    of 32 values in e4m3, which GPUs multiply from compute capability 10.0 (Blackwell) on."""
     skip: list[str] | None = None
     """Patterns of modules that stay in bfloat16, with all linear layers inside. Left out: the
     first and the last decoder layer."""
@@ -247,6 +249,11 @@ class PrecisionPlan(Settings):
     def activations(self) -> str:
         """Return the number format of activations and gathered parameters."""
         return "bfloat16" if self.compute == "float8" else self.compute
+
+    @property
+    def products(self) -> str:
+        """Return the number format of the products of linear layers: `compute`, or mxfp8."""
+        return "mxfp8" if self.float8.recipe == "mxfp8" else self.compute
 
 
 class RecomputePlan(Settings):

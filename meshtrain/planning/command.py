@@ -34,7 +34,7 @@ def show_needs(config: RunConfig, world_size: int | None, gpu: str, html: Path |
             written.
     """
     # Before the model is built, which takes longer. A CPU is shared by all processes.
-    find_machine(gpu, world_size or 1).check_number_format(config.plan.precision.compute)
+    find_machine(gpu, world_size or 1).check_number_format(config.plan.precision.products)
     resolved = resolve_run(config, world_size)
     machine = find_machine(gpu, resolved.plan.mesh.world_size)
     show_plan(resolved)

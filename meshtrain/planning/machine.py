@@ -15,6 +15,8 @@ NO_MACHINE = "none"
 GIB = 2**30
 # Sizes that the allocators of torch round up to, in bytes.
 CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
+# Number formats that not all GPUs multiply in -> the key of a plan that asks for them.
+EIGHT_BITS = {"float8": "precision.compute", "mxfp8": "precision.float8.recipe"}
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,22 @@ class Machine:
         empty = [f"speed.{name}" for name, value in (constants["speed"] or {}).items() if value == {}]
         return [name for name in self.config.not_measured() if name not in empty]
 
-    def check_number_format(self, compute: str) -> None:
-        """Check that the machine multiplies in a number format of a plan.
+    def check_number_format(self, products: str) -> None:
+        """Check that the machine multiplies in a number format.
+
+        Args:
+            products: number format of the products of linear layers.
 
         Raises:
-            ConfigError: if it is a GPU with known rates, but without one for float8.
+            ConfigError: if it is a GPU with known rates, but without one for a format of 8 bits.
         """
         speed = self.config.speed
-        if compute == "float8" and not self.is_cpu and speed is not None and compute not in speed.peak_tflops:
-            raise ConfigError(
-                f"plan.precision.compute = 'float8': {self.shown_name} has no rate for it (speed.peak_tflops)",
-                "compute in bfloat16, or take another machine",
-            )
+        if products not in EIGHT_BITS or self.is_cpu or speed is None or products in speed.peak_tflops:
+            return
+        raise ConfigError(
+            f"plan.{EIGHT_BITS[products]} = {products!r}: {self.shown_name} has no rate for it (speed.peak_tflops)",
+            "compute in bfloat16, or take another machine",
+        )
 
     def with_fragmentation(self, peak_bytes: int) -> int:
         """Return what the allocator holds at a peak."""

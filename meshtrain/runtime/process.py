@@ -39,7 +39,11 @@ JOIN_SECONDS = 1800.0
 CONNECT_SECONDS = 60.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
-FLOAT8_CAPABILITY = (8, 9)
+# Number format of products -> the setting that asks for it, and what multiplies in it.
+CAPABILITIES = {
+    "float8": ("precision.compute = 'float8'", (8, 9)),
+    "mxfp8": ("precision.float8.recipe = 'mxfp8'", (10, 0)),
+}
 _STARTS = itertools.count()
 """Number of process groups that this process has joined. All processes join the same ones."""
 
@@ -77,25 +81,28 @@ def check_devices() -> None:
         )
 
 
-def check_number_format(compute: str) -> None:
-    """Check that the GPU of this process, if there is one, multiplies in a number format of a plan.
+def check_number_format(products: str) -> None:
+    """Check that the GPU of this process, if there is one, multiplies in a number format.
+
+    Args:
+        products: number format of the products of linear layers.
 
     Raises:
-        ConfigError: if its tensor cores do not know float8.
+        ConfigError: if its tensor cores do not know the format.
     """
-    if compute != "float8" or not torch.cuda.is_available():
+    if products not in CAPABILITIES or not torch.cuda.is_available():
         return
     check_devices()
+    setting, needed = CAPABILITIES[products]
     # A program that has joined has chosen its device, which may be the only one that it sees.
     index = torch.cuda.current_device() if dist.is_initialized() else local_rank_from_environment()
     found = torch.cuda.get_device_capability(index)
     # GPUs of AMD have other formats of 8 bits.
-    if found < FLOAT8_CAPABILITY or torch.version.hip is not None:
-        needed = ".".join(map(str, FLOAT8_CAPABILITY))
+    if found < needed or torch.version.hip is not None:
         raise ConfigError(
-            f"plan.precision.compute = 'float8' needs a GPU of NVIDIA with compute capability {needed} or higher; "
+            f"plan.{setting} needs a GPU of NVIDIA with compute capability {'.'.join(map(str, needed))} or higher; "
             f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, found))}",
-            "compute in bfloat16",
+            "compute in bfloat16" if products == "float8" else "take the recipe rowwise, or compute in bfloat16",
         )
 
 

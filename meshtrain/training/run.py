@@ -60,7 +60,7 @@ def train_run(
     check_directory(config)
     with locked_run(config) as lock:
         resolved = resolve_run(config, world_size_from_environment())
-        check_number_format(resolved.plan.precision.compute)
+        check_number_format(resolved.plan.precision.products)
         before_joining(resolved)
         identity, dataset, num_steps = _prepare(resolved)
         with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:

@@ -124,16 +124,19 @@ def last_loss(training: Training, steps: int) -> float:
 
 
 def _trainings() -> dict[str, Training]:
-    rowwise, tensorwise = ({"compute": "float8", "float8": {"recipe": name}} for name in ("rowwise", "tensorwise"))
+    recipes = ("rowwise", "tensorwise", "mxfp8")
+    rowwise, tensorwise, blocks = ({"compute": "float8", "float8": {"recipe": name}} for name in recipes)
     hybrid = {"mesh": {"pp": 2, "dp_shard": 1, "tp": 2}, "tensor": {"sequence_parallel": True}}
     return {
         "llama-rowwise": Training("llama", rowwise),
         "llama-tensorwise": Training("llama", tensorwise),
+        "llama-mxfp8": Training("llama", blocks),
         "llama-all-layers": Training("llama", {"compute": "float8", "float8": {"skip": []}}),
         "llama-rowwise-pp2-tp2": Training("llama", rowwise, hybrid),
         "llama-tensorwise-dp2-tp2": Training("llama", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
         "llama-moments": Training("llama", BFLOAT16, state="bfloat16"),
         "gpt2-rowwise": Training("gpt2", rowwise),
+        "gpt2-mxfp8": Training("gpt2", blocks),
         "gpt2-tensorwise-dp2-tp2": Training("gpt2", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
     }
 

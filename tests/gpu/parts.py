@@ -16,6 +16,7 @@ import meshtrain
 from meshtrain.errors import ConfigError
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel.account import flops_per_token
+from meshtrain.parallel.float8.product import RECIPES
 from meshtrain.planning.machine import Machine, find_machine, machine_of_device
 from meshtrain.planning.needs import find_needs
 from meshtrain.runtime.process import check_number_format
@@ -120,7 +121,7 @@ def float8(setting: Setting, *, recipe: str) -> Numbers:
     precision = {"compute": "float8", "float8": {"recipe": recipe, "skip": []}}
     with computing_on(setting.torch_device) as device:
         try:
-            check_number_format("float8")
+            check_number_format("mxfp8" if recipe == "mxfp8" else "float8")
         except ConfigError as error:
             raise Skipped(str(error)) from error
         reference = train(resolved(TINY, MIXED, ROWS, LENGTH), device)
@@ -265,7 +266,7 @@ PARTS: dict[str, Part] = {
     "gpt2-124m": Part({"train": trained_124m}),
     "offload": Part({"cpu": offload}),
     "float16": Part({"scaled": float16, "overflow": overflow}),
-    "float8": Part({recipe: partial(float8, recipe=recipe) for recipe in ("rowwise", "tensorwise")}),
+    "float8": Part({recipe: partial(float8, recipe=recipe) for recipe in RECIPES}),
     "compile": Part({compute: partial(compiled, compute=compute) for compute in ("float32", "bfloat16")}),
     "attention": Part(
         {

@@ -162,9 +162,9 @@ def test_run_in_float8_learns_as_in_bfloat16(folders: Folder) -> None:
 
 
 @cache
-def refused_float8(folder: Path) -> subprocess.CompletedProcess[str]:
-    float8 = "plan.precision.compute=float8"
-    return start(folder, "meshtrain", "train", "run.toml", "run_directory=more", float8, capability="8.6")
+def refused_float8(folder: Path, *more: str, capability: str = "8.6") -> subprocess.CompletedProcess[str]:
+    float8 = ("plan.precision.compute=float8", *more)
+    return start(folder, "meshtrain", "train", "run.toml", "run_directory=more", *float8, capability=capability)
 
 
 def test_device_without_float8_is_refused(folders: Folder) -> None:
@@ -174,6 +174,12 @@ def test_device_without_float8_is_refused(folders: Folder) -> None:
     assert done.stderr.splitlines()[-1] == (
         "error: plan.precision.compute = 'float8' needs a GPU of NVIDIA with compute capability 8.9 or higher; NVIDIA "
         "H100 80GB HBM3 has 8.6; compute in bfloat16"
+    )
+    done = refused_float8(folders("pp"), "plan.precision.float8.recipe=mxfp8", capability="9.0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: plan.precision.float8.recipe = 'mxfp8' needs a GPU of NVIDIA with compute capability 10.0 or higher; "
+        "NVIDIA H100 80GB HBM3 has 9.0; take the recipe rowwise, or compute in bfloat16"
     )
 
 

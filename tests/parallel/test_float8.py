@@ -1,7 +1,7 @@
 """Linear layers in float8: the products, the layers that use them, and training on meshes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtrain.compat.fake import name_of
+from meshtrain.compat.fake import fake_tensors, name_of
 from meshtrain.config.families import with_family
-from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.plan import Float8Recipe, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.float8.layers import float8_layers_of
-from meshtrain.parallel.float8.product import RECIPES, Recipe, float8_linear
+from meshtrain.parallel.float8.product import E4M3, E5M2, RECIPES, Recipe, _swizzled, float8_linear, products_as_on_gpus
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.step import StepContext, train_step
 from meshtrain.verify.parallel import build_step_context, local_rows
@@ -41,7 +41,7 @@ def whole_numbers(*shape: int, seed: int) -> Tensor:
 
 def gradients(product: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: tuple[int, ...]) -> list[Tensor]:
     """Return the result of a product and the gradients of its input, weight and bias."""
-    leaves = [whole_numbers(*tokens, 32, seed=0), whole_numbers(48, 32, seed=1), whole_numbers(48, seed=2)]
+    leaves = [whole_numbers(*tokens, 32, seed=0), whole_numbers(64, 32, seed=1), whole_numbers(64, seed=2)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     y = product(*leaves)
     y.backward(whole_numbers(*y.shape, seed=3))
@@ -74,6 +74,62 @@ def test_what_is_not_finite_stays_so(recipe: Recipe) -> None:
         x = torch.ones(16, 32).bfloat16()
         x[3, 5] = value
         assert not float8_linear(recipe, x, torch.ones(16, 32).bfloat16())[3].isfinite().any()
+
+
+def test_blocks_have_scales_of_their_own() -> None:
+    # Each block of 32 holds one power of two, which is exact; so far apart, a row loses the small.
+    x = torch.cat([torch.full((32, 32), 2.0**power) for power in (0, -20)], dim=1).bfloat16()
+    weight = torch.cat([torch.zeros(32, 32), torch.ones(32, 32)], dim=1).bfloat16()
+    assert torch.equal(float8_linear(RECIPES["mxfp8"], x, weight), torch.full((32, 32), 2.0**-15).bfloat16())
+    assert torch.equal(float8_linear(RECIPES["rowwise"], x, weight), torch.zeros(32, 32).bfloat16())
+
+
+def test_no_value_of_a_block_is_cut_off() -> None:
+    # 511 is above the largest value 448 of e4m3, and halves of it are not.
+    x = torch.full((32, 32), 508.0).bfloat16()
+    assert float8_linear(RECIPES["mxfp8"], x, torch.eye(32).bfloat16()).eq(512).all()
+
+
+def test_kernel_for_blocks_finds_each_scale_where_cublas_reads_it() -> None:
+    scales = torch.randint(-100, 100, (150, 6), generator=torch.Generator().manual_seed(0)).float().exp2()
+    found = _swizzled(scales).float()
+    # Two tiles of rows and two of blocks, filled up.
+    assert found.numel() == 2 * 2 * 128 * 4
+    for row in range(150):
+        for block in range(6):
+            tile = row // 128 * 2 + block // 4
+            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            assert found[at] == scales[row, block]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts calls of torch's kernel."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += name_of(func)[1] == "_scaled_mm_v2"
+        return func(*args, **(kwargs or {}))
+
+
+@recipes
+def test_gpus_multiply_with_the_kernel_of_torch(recipe: Recipe) -> None:
+    with fake_tensors(), products_as_on_gpus(), Kernels() as kernels:
+        x, weight = (torch.empty(96, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        float8_linear(recipe, x, weight).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert x.grad.shape == weight.grad.shape == (96, 64)
+    assert kernels.number == 3
+
+
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_a_cpu_computes_what_the_kernel_of_torch_computes(name: Float8Recipe) -> None:
+    stream = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, 96, generator=stream).bfloat16() for _ in range(2))
+    with products_as_on_gpus():
+        kernel = float8_linear(RECIPES[name], x, weight)
+    assert torch.allclose(float8_linear(RECIPES[name], x, weight), kernel, rtol=2**-7, atol=2**-9)
 
 
 def plan_of(model_type: str, precision: dict[str, Any] = FLOAT8, **tables: Any) -> ParallelPlan:
@@ -142,23 +198,44 @@ def test_models_and_patterns_that_do_not_fit_are_refused(
     assert caught.value.lines == (message,)
 
 
+def test_blocks_need_twice_the_width() -> None:
+    precision = {"compute": "float8", "float8": {"recipe": "mxfp8", "skip": []}}
+    config = {**WIDE, "intermediate_size": 80}
+    layers = float8_layers_of(
+        *reversed(resolved(ModelConfig(type="llama", config=config), plan_of("llama", precision)))
+    )
+    assert layers.reasons() == {
+        "80 outputs, not a multiple of 32": ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"],
+        "80 inputs, not a multiple of 32": ["model.layers.*.mlp.down_proj"],
+    }
+
+
 def test_float8_table_needs_float8() -> None:
     with pytest.raises(ValueError, match="`float8` is for `compute` = 'float8', found 'bfloat16'; leave it out, or"):
         PrecisionPlan.model_validate({**FLOAT8, "compute": "bfloat16"})
 
 
 class Products(TorchDispatchMode):
-    """Counts products in float8."""
+    """Counts matrix products, and casts of their factors to float8."""
 
-    number = 0
+    number, casts = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += name_of(func)[1] == "_scaled_mm_v2"
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.number += name_of(func)[1] == "mm"
+        self.casts += name_of(func)[1] == "_to_copy" and result.dtype in (E4M3, E5M2)
+        return result
 
 
-def train(model: str, tables: dict[str, Any]) -> tuple[list[float], int]:
-    """Return the losses of two steps, and the number of float8 products of the first."""
+class Trained(NamedTuple):
+    """The losses of two steps, and what the first one computed."""
+
+    losses: list[float]
+    products: int
+    casts: int
+
+
+def train(model: str, tables: dict[str, Any]) -> Trained:
     plan, meta = resolved(MODELS[model], plan_of(model, **tables))
     pipeline = build_pipeline(
         meta, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
@@ -167,19 +244,20 @@ def train(model: str, tables: dict[str, Any]) -> tuple[list[float], int]:
     context = build_step_context(pipeline)
     with Products() as products:
         losses = [step_on_all_rows(context, 0)]
-    return [*losses, step_on_all_rows(context, 1)], products.number
+    return Trained([*losses, step_on_all_rows(context, 1)], products.number, products.casts)
 
 
 def step_on_all_rows(context: StepContext, step: int) -> float:
     return train_step(context, step, local_rows(context.pipeline, batches()[0]), np.arange(GLOBAL_BATCH)).loss
 
 
-def train_all(model: str, plans: list[dict[str, Any]]) -> list[tuple[list[float], int]]:
+def train_all(model: str, plans: list[dict[str, Any]]) -> list[Trained]:
     return [train(model, tables) for tables in plans]
 
 
 ONE: dict[str, Any] = {}
 BFLOAT16: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
+MXFP8: dict[str, Any] = {"precision": {"compute": "float8", "float8": {"skip": [], "recipe": "mxfp8"}}}
 TENSORWISE: dict[str, Any] = {"precision": {"compute": "float8", "float8": {"skip": [], "recipe": "tensorwise"}}}
 
 
@@ -191,22 +269,24 @@ def test_recomputation_repeats_products_only_where_it_should() -> None:
         {"recompute": {"mode": "selective"}},
         {"compile": {"enabled": True, "backend": "aot_eager"}, **TENSORWISE},
         {"loss": {"chunk_tokens": 5}},
+        MXFP8,
     ]
     ((bfloat16, *found),) = run_on_ranks(1, train_all, "llama", plans)
-    plain = found[0][0]
-    # 7 linear layers in 4 decoder layers, and 4 microbatches.
-    products = 7 * 4 * 4
-    assert [number for _, number in found] == [3 * products, 4 * products, 3 * products, 3 * products, 3 * products]
-    assert bfloat16[1] == 0
-    assert found[1][0] == found[2][0] == plain
-    for losses, _ in found:
-        assert losses == pytest.approx(bfloat16[0], rel=0.01)
-        assert losses != bfloat16[0]
+    plain, full, selective, *_ = found
+    # 7 linear layers in 4 decoder layers, and 4 microbatches. A product casts two factors.
+    number = 7 * 4 * 4
+    assert bfloat16.casts == 0
+    assert [it.casts / number / 2 for it in found] == [3, 4, 4, 3, 3, 3]
+    assert [it.products - bfloat16.products for it in (plain, full, selective)] == [0, number, 0]
+    assert full.losses == selective.losses == plain.losses
+    for losses in (it.losses for it in found):
+        assert losses == pytest.approx(bfloat16.losses, rel=0.01)
+        assert losses != bfloat16.losses
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_meshes_learn_as_one_process_in_bfloat16(model: str) -> None:
-    ((wanted, _),) = run_on_ranks(1, train_all, model, [BFLOAT16])[0]
+    (wanted,) = run_on_ranks(1, train_all, model, [BFLOAT16])[0]
     schedule = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
     plans = [
         {
@@ -216,8 +296,10 @@ def test_meshes_learn_as_one_process_in_bfloat16(model: str) -> None:
         },
         {"mesh": {"dp_shard": 2, "tp": 2}, **TENSORWISE},
         {"mesh": {"cp": 2, "dp_shard": 2}},
+        {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}, **MXFP8},
+        {"mesh": {"dp_shard": 4}, **MXFP8},
     ]
     for found in run_on_ranks(4, train_all, model, plans):
-        for losses, number in found:
-            assert number > 0
-            assert losses == pytest.approx(wanted, rel=0.01)
+        for it in found:
+            assert it.casts > 0
+            assert it.losses == pytest.approx(wanted.losses, rel=0.01)

@@ -16,7 +16,7 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern, nearest
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.experts.stacks import expert_stacks
-from meshtrain.parallel.float8.product import MULTIPLE
+from meshtrain.parallel.float8.product import RECIPES
 from meshtrain.parallel.routers.formulas import find_routers
 from meshtrain.parallel.tensor.modules import width_of
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
@@ -81,13 +81,14 @@ def find_float8_layers(model: PreTrainedModel, plan: ParallelPlan, rules: Tensor
     patterns = skip_patterns(model, plan)
     skipped = _skipped(model, patterns)
     routers = {*_routers(model)}
+    multiple = RECIPES[plan.precision.float8.recipe].multiple
     chosen, others = [], {}
     for name, layer in _linear_layers(model):
         if _is_inside(name, skipped):
             others[name] = SKIPPED
         elif _is_inside(name, routers):
             others[name] = "routes tokens"
-        elif (reason := _misfit(name, layer, rules, plan.mesh.tp)) is not None:
+        elif (reason := _misfit(name, layer, rules, plan.mesh.tp, multiple)) is not None:
             others[name] = reason
         else:
             chosen.append(name)
@@ -138,7 +139,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
         yield from (f"{block}.{kind}" for kind in beside if any(word in kind for word in _ROUTER_WORDS))
 
 
-def _misfit(name: str, layer: nn.Module, rules: TensorRules, tp: int) -> str | None:
+def _misfit(name: str, layer: nn.Module, rules: TensorRules, tp: int, multiple: int) -> str | None:
     """Return why the kernels cannot multiply with the weight that a process has, or None."""
     style = rules.styles.get(name)
     row = None if style is None else STYLES[style]
@@ -147,7 +148,7 @@ def _misfit(name: str, layer: nn.Module, rules: TensorRules, tp: int) -> str | N
     sharded = None if row is None else row.shards
     for side in ("inputs", "outputs"):
         width, ways = width_of(layer, side), tp if sharded == side else 1
-        if width % (MULTIPLE * ways):
+        if width % (multiple * ways):
             where = f" over tp = {ways}" if ways > 1 else ""
-            return f"{width}{where} {side}, not a multiple of {MULTIPLE}"
+            return f"{width}{where} {side}, not a multiple of {multiple}"
     return None

@@ -1,46 +1,69 @@
 """The product of a linear layer in float8, forward and backward.
 
 Each of its three matrix products scales both factors to the range of float8, casts them, and
-multiplies them with the kernel that torch has for the device, into bfloat16. Scales are powers of
+multiplies them with torch's kernel, into bfloat16. Scales are powers of
 two: they round nothing, so a tensor and a shard of it, which may have different scales, round to
 the same values, except for values near zero.
+
+A CPU has no such kernels: those of torch convert both factors to float32. There the values are
+multiplied in bfloat16, which holds them exactly.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from meshtrain.config.plan import Float8Recipe
 
-MULTIPLE = 16
-"""The kernels need it to divide the inner dimension of a product, and the last of its result."""
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The scale of a tensor of zeros would be infinite.
 SMALLEST = 2.0**-100
 # The bits of the exponent of a float32.
 _EXPONENT = 0x7F800000
+# Values of a row that share a scale.
+BLOCK = 32
+# The kernels for blocks read the scales of so many rows and blocks together.
+_SCALE_ROWS, _SCALE_BLOCKS = 128, 4
+_on_gpus = ContextVar("on_gpus", default=False)
 
 
 class Recipe(NamedTuple):
     """How the factors of a product are scaled and cast.
 
     Attributes:
-        by_row: whether each row of the first factor, and each column of the second, has a scale.
-            Otherwise a factor has one.
+        scaling: what has a scale: a factor, each row of the first factor and each column of the
+            second, or each block of 32 values in these.
         gradients: number format of the gradients of outputs. All else is in e4m3.
+        multiple: the kernels need it to divide the inner dimension of a product, and the last of
+            its result.
     """
 
-    by_row: bool
+    scaling: ScalingType
     gradients: torch.dtype
+    multiple: int
 
 
 RECIPES: dict[Float8Recipe, Recipe] = {
-    "rowwise": Recipe(by_row=True, gradients=E4M3),
-    "tensorwise": Recipe(by_row=False, gradients=E5M2),
+    "rowwise": Recipe(ScalingType.RowWise, E4M3, 16),
+    "tensorwise": Recipe(ScalingType.TensorWise, E5M2, 16),
+    "mxfp8": Recipe(ScalingType.BlockWise1x32, E4M3, BLOCK),
 }
+
+
+@contextmanager
+def products_as_on_gpus() -> Iterator[None]:
+    """Multiply fake tensors of a CPU with the kernels for GPUs, while the block runs."""
+    token = _on_gpus.set(True)
+    try:
+        yield
+    finally:
+        _on_gpus.reset(token)
 
 
 def float8_linear(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,10 +72,11 @@ def float8_linear(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None
     Args:
         recipe: how factors are scaled and cast.
         x: (batch, seq, in), bfloat16; there may be more or fewer dimensions in front.
-        weight: (out, in), bfloat16. Both are multiples of `MULTIPLE`.
+        weight: (out, in), bfloat16. Both are multiples of `recipe.multiple`.
         bias: (out,), bfloat16.
 
-    Source: FP8 formats for deep learning (arXiv:2209.05433).
+    Source: FP8 formats for deep learning (arXiv:2209.05433); for blocks, OCP microscaling formats
+    (MX) 1.0, with scales under which no value is cut off.
     """
     y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe).view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
@@ -70,19 +94,22 @@ class _Float8Product(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.recipe, ctx.num_tokens = recipe, x.shape[0]
-        y = _multiply(_cast(_padded(x), E4M3, recipe), _cast(weight, E4M3, recipe))
+        y = _multiply(_cast(_padded(x, recipe), E4M3, recipe), _cast(weight, E4M3, recipe), recipe)
         return y[: x.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        recipe, gradient = ctx.recipe, _padded(gradient)
+        recipe = ctx.recipe
+        gradient = _padded(gradient, recipe)
         of_x = of_weight = None
         if needs_x:
-            of_x = _multiply(_cast(gradient, recipe.gradients, recipe), _cast(weight.T, E4M3, recipe))[: ctx.num_tokens]
+            of_x = _multiply(_cast(gradient, recipe.gradients, recipe), _cast(weight.T, E4M3, recipe), recipe)
+            of_x = of_x[: ctx.num_tokens]
         if needs_weight:
-            of_weight = _multiply(_cast(gradient.T, recipe.gradients, recipe), _cast(_padded(x).T, E4M3, recipe))
+            columns = _cast(_padded(x, recipe).T, E4M3, recipe)
+            of_weight = _multiply(_cast(gradient.T, recipe.gradients, recipe), columns, recipe)
         return of_x, of_weight, None
 
 
@@ -91,26 +118,30 @@ class _Scaled(NamedTuple):
 
     Attributes:
         values: (rows, columns), float8, contiguous.
-        scales: (rows, 1) or (), float32.
+        scales: (rows, 1), (), or for blocks (rows, columns / 32), float32.
     """
 
     values: Tensor
     scales: Tensor
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    """Return a matrix with rows of zeros, which add nothing, up to a multiple of 16 tokens."""
-    missing = max(MULTIPLE, -(-matrix.shape[0] // MULTIPLE) * MULTIPLE) - matrix.shape[0]
+def _padded(matrix: Tensor, recipe: Recipe) -> Tensor:
+    """Return a matrix with rows of zeros, which add nothing, up to a multiple of tokens."""
+    multiple = recipe.multiple
+    missing = max(multiple, -(-matrix.shape[0] // multiple) * multiple) - matrix.shape[0]
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
 
 def _cast(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> _Scaled:
     """Return a matrix in float8, with the largest values near the end of its range."""
-    sizes = matrix.abs()
-    largest = (sizes.amax(dim=1, keepdim=True) if recipe.by_row else sizes.amax()).float()
+    is_by_block = recipe.scaling is ScalingType.BlockWise1x32
+    rows = matrix.reshape(matrix.shape[0], -1, BLOCK) if is_by_block else matrix
+    sizes = rows.abs()
+    largest = (sizes.amax() if recipe.scaling is ScalingType.TensorWise else sizes.amax(-1, keepdim=True)).float()
     factors = _power_of_two(torch.finfo(dtype).max / largest.clamp(min=SMALLEST))
-    values = (matrix * factors.to(matrix.dtype)).to(dtype).contiguous()
-    return _Scaled(values, factors.reciprocal())
+    values = (rows * factors.to(matrix.dtype)).to(dtype).contiguous().view(matrix.shape)
+    scales = factors.reciprocal()
+    return _Scaled(values, scales.squeeze(-1) if is_by_block else scales)
 
 
 def _power_of_two(numbers: Tensor) -> Tensor:
@@ -118,11 +149,45 @@ def _power_of_two(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
-def _multiply(first: _Scaled, second: _Scaled) -> Tensor:
+def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe) -> Tensor:
     """Return first @ second.T in bfloat16."""
-    by_row = first.scales.dim() == 2
-    scaling = ScalingType.RowWise if by_row else ScalingType.TensorWise
-    scales = second.scales.T.contiguous() if by_row else second.scales
+    if first.values.device.type == "cpu" and not _on_gpus.get():
+        return _exact_values(first, recipe) @ _exact_values(second, recipe).T
+    scaling, swizzle = recipe.scaling, None
+    of_first, of_second = first.scales, second.scales
+    if scaling is ScalingType.RowWise:
+        of_second = of_second.T.contiguous()
+    elif scaling is ScalingType.BlockWise1x32:
+        of_first, of_second, swizzle = _swizzled(of_first), _swizzled(of_second), SwizzleType.SWIZZLE_32_4_4
     return F.scaled_mm(
-        first.values, second.values.T, first.scales, scaling, scales, scaling, output_dtype=torch.bfloat16
+        first.values,
+        second.values.T,
+        of_first,
+        scaling,
+        of_second,
+        scaling,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=torch.bfloat16,
     )
+
+
+def _exact_values(matrix: _Scaled, recipe: Recipe) -> Tensor:
+    """Return the values of a matrix in bfloat16, which holds them exactly."""
+    values, scales = matrix.values.to(torch.bfloat16), matrix.scales.to(torch.bfloat16)
+    if recipe.scaling is not ScalingType.BlockWise1x32:
+        return values * scales
+    return (values.view(*scales.shape, BLOCK) * scales.unsqueeze(-1)).view(values.shape)
+
+
+def _swizzled(scales: Tensor) -> Tensor:
+    """Return the scales of blocks (rows, blocks) as the kernel reads them, flat, in 8 bits.
+
+    Tiles of 128 rows and 4 blocks lie one after the other, and in a tile the rows 0, 32, 64 and 96.
+
+    Source: cuBLAS, layout of 1D block scaling factors.
+    """
+    rows, blocks = scales.shape
+    scales = F.pad(scales, (0, -blocks % _SCALE_BLOCKS, 0, -rows % _SCALE_ROWS))
+    tiles = scales.view(scales.shape[0] // _SCALE_ROWS, 4, 32, scales.shape[1] // _SCALE_BLOCKS, _SCALE_BLOCKS)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().to(torch.float8_e8m0fnu)

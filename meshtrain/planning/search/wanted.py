@@ -139,7 +139,7 @@ def wanted_run(config: RunConfig, machine: Machine, world_size: int) -> Wanted:
     Raises:
         UserError: for a contradiction that no plan changes.
     """
-    machine.check_number_format(config.plan.precision.compute)
+    machine.check_number_format(config.plan.precision.products)
     tables = {name: getattr(config.plan, name).model_copy(update=values) for name, values in _ALONE.items()}
     plan = config.plan.model_copy(update=tables)
     alone = config.model_copy(update={"plan": plan, "micro_batch_size": 1})

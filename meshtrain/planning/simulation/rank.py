@@ -29,6 +29,7 @@ from meshtrain.errors import ModelError
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.float8.product import products_as_on_gpus
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
 from meshtrain.planning.simulation.models import build_run_model, shared_structure
@@ -230,6 +231,7 @@ def _record(
             stack.enter_context(rows_joined())
         if run.on_gpus:
             stack.enter_context(attention_as_on_gpus())
+            stack.enter_context(products_as_on_gpus())
         stack.enter_context(propagation_marked(recorder.hide))
         stack.enter_context(resizes_seen(recorder.resized))
         stack.enter_context(recorder)

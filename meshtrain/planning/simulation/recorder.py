@@ -29,6 +29,8 @@ from meshtrain.compat.fake import (
 from meshtrain.compat.fake_operators import FakeOperators, Likeness, device_asked, has_dtensor
 from meshtrain.compat.operators import ITEMS
 
+# Number format of the scales of blocks.
+BLOCK_SCALES = torch.float8_e8m0fnu
 START = "start"
 HEAD: Literal["head"] = "head"
 Place = int | Literal["head"] | None
@@ -55,7 +57,7 @@ class Work(NamedTuple):
 
     Attributes:
         name: of the operator.
-        dtype: of its first tensor.
+        dtype: of its first tensor; of the scales, for a product of blocks.
         flops: of one call.
         num_bytes: that one call reads and writes.
         axis: of the mesh, for a message; otherwise None.
@@ -287,7 +289,9 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
     read = sum(map(_size, results if name in LOOKUPS else given))
     moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
     first = given or results
-    return Work(name, first[0].dtype if first else None, flops_of(func, args, kwargs, result), moved, None)
+    # Products of blocks, whose scales are in a format of their own, may have another rate.
+    dtypes = [it.dtype for it in first if it.dtype == BLOCK_SCALES] or [it.dtype for it in first]
+    return Work(name, dtypes[0] if dtypes else None, flops_of(func, args, kwargs, result), moved, None)
 
 
 def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, str]) -> Work:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
 from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, MeshPlan, axes_named, fsdp_axis_of
-from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
 
 GB, TERA = 1e9, 1e12
 FASTEST = 1e-6
-# A plan has one name for the formats of 8 bits, which are equally fast.
-FLOAT8 = "float8"
+# A plan has one name for the formats of 8 bits, which are equally fast, and one for their blocks.
+FLOAT8, BLOCKS = "float8", "mxfp8"
 # Message -> how often its bytes pass a link in a ring of very many processes. The bytes are those
 # of its larger side.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
@@ -133,6 +133,8 @@ def operator_size(kind: Work) -> int:
 
 def dtype_name(kind: Work) -> str:
     """Return the number format of an operator as a plan names it."""
+    if kind.dtype == BLOCK_SCALES:
+        return BLOCKS
     name = str(kind.dtype).removeprefix("torch.")
     return FLOAT8 if name.startswith(FLOAT8) else name
 

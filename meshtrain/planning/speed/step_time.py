@@ -54,7 +54,7 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
     programs = _programs(plan.pipeline.schedule, owners, number)
     replayed = replay(simulation.profiles, programs, simulation.border_bytes, rates, names)
     tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
-    peak = rates.peak_tflops(plan.precision.compute)
+    peak = rates.peak_tflops(plan.precision.products)
     flops = flops_per_token(resolved.model, batch.sequence_length)
     return StepTime(replayed, tokens, peak, flops * tokens / (peak * TERA))
 
