@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -13,6 +14,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.layout import local_tensor
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.documents import why_mask
@@ -125,6 +127,33 @@ def test_documents_make_no_graph_for_each_batch(recompute: str) -> None:
     # More than none: torch gives up a layer whose recomputation it cannot trace to its end.
     assert found[0] > 0
     assert len({*found}) == 1
+
+
+def gradient_in_bfloat16(model_type: str, config: dict[str, Any], documents: str) -> tuple[float, Tensor]:
+    """Return the loss and all gradients of a microbatch."""
+    tables = {"precision": {"compute": "bfloat16"}, "attention": {"documents": documents}}
+    plan = with_family(ParallelPlan.model_validate({"mesh": {"dp_shard": 1}, **tables}), model_type)
+    model = build_meta_model(load_hf_config(ModelConfig(type=model_type, config=config)), dtype=torch.float32)
+    plan = resolve_plan(plan, model, BATCH, 1)
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
+    )
+    pipeline.initialize(0)
+    (batch, *_) = make_batches(64, 2, "separate")
+    loss = pipeline.forward_backward(batch, build_loss(pipeline).mean_over(torch.tensor(32)))
+    gradients = [local_tensor(it.grad).flatten() for _, it in pipeline.trainable_parameters() if it.grad is not None]
+    return float(loss), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mistral"])
+def test_documents_alone_in_bfloat16_compute_what_a_mask_computes(model_type: str) -> None:
+    config = TINY if model_type == "llama" else {**TINY, "head_dim": 8, "sliding_window": 4}
+    (segments, mask) = (
+        run_on_ranks(1, gradient_in_bfloat16, model_type, config, documents)[0] for documents in ("segments", "mask")
+    )
+    assert segments[0] == pytest.approx(mask[0], rel=1e-2)
+    assert (segments[1] - mask[1]).norm() <= 1e-2 * mask[1].norm()
+    assert not torch.equal(segments[1], mask[1])
 
 
 def resolved(model: PreTrainedModel, *, separates: bool = True, **tables: Any) -> str:
