@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.plan import CompilePlan, ParallelPlan, RecomputePlan, TensorPlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, PrecisionPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RouterConfig, RunConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.tiny import default_config, shrink
@@ -174,7 +174,7 @@ def test_both_losses_are_named_where_neither_is_possible() -> None:
 def test_experts_on_a_part_of_the_tokens_are_neither_counted_nor_balanced() -> None:
     block = "model.layers.*.mlp"
     model = meta_model("deepseek_v3", first_k_dense_replace=0, num_hidden_layers=1)
-    (problem,) = _check_biases(BALANCED, {"model.layers.0.mlp.experts": "sequence_parallel"}, model)
+    (problem,) = _check_biases(BALANCED, {"model.layers.0.mlp.experts": "sequence_parallel"}, model, "float32")
     assert str(problem) == (
         f"tensor.styles: {block}.experts is 'sequence_parallel', but for router.bias_update_rate = 0.01 every process "
         "needs the choices of whole microbatches; make it 'moe_tp_experts', or leave that out"
@@ -187,12 +187,12 @@ def test_biases_of_other_things_than_experts_are_refused() -> None:
     model = meta_model("deepseek_v3", first_k_dense_replace=0, num_hidden_layers=1)
     gate = model.model.layers[0].mlp.gate
     gate.e_score_correction_bias = torch.empty(3, device="meta")
-    (problem,) = _check_biases(BALANCED, {}, model)
+    (problem,) = _check_biases(BALANCED, {}, model, "float32")
     assert str(problem) == (
         "router.bias_update_rate = 0.01, but model.layers.0.mlp.experts has 3 biases for 256 experts; leave it out"
     )
     del model.model.layers[0].mlp.experts.num_experts
-    (problem,) = _check_biases(BALANCED, {}, model)
+    (problem,) = _check_biases(BALANCED, {}, model, "float32")
     assert "has 3 biases for experts, whose number is not known" in str(problem)
 
 
@@ -213,6 +213,18 @@ def test_biases_that_lose_small_steps_are_refused() -> None:
     assert caught.value.lines == (
         "router.bias_update_rate = 0.001, but the biases of DeepseekV3ForCausalLM are in bfloat16 here, which would "
         'lose such steps; set precision.parameters = "float32"',
+    )
+
+
+def test_biases_that_routers_get_rounded_are_refused() -> None:
+    moved, precision = RouterConfig(bias_update_rate=0.01), PrecisionPlan(compute="bfloat16")
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1), precision=precision)
+    # Those of DeepSeek are buffers, which keep their format.
+    resolve_plan(plan, meta_model("deepseek_v3"), BATCH, 1, router=moved)
+    (line,) = problems_of("ernie4_5_moe", moved, precision=precision)
+    assert line == (
+        "router.bias_update_rate = 0.01, but the biases of Ernie4_5_MoeForCausalLM are parameters, which routers get "
+        'in bfloat16 here, and which would lose such steps; set precision.compute = "float32"'
     )
 
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, Style
@@ -18,6 +19,9 @@ from meshtrain.parallel.routers.formulas import RouterFormulas, find_formulas, f
 from meshtrain.parallel.routers.trial import returns_logits
 from meshtrain.parallel.tensor.rules import Problems, resolve_rules
 from meshtrain.parallel.tensor.styles import STYLES
+
+# Number formats in which a small step of a bias is lost.
+SHORT = ("bfloat16", "float16")
 
 
 def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConfig) -> Problems:
@@ -41,7 +45,7 @@ def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConf
         if router.z_loss:
             yield from _check_logits(model)
     if router.bias_update_rate:
-        yield from _check_biases(router, styles, model)
+        yield from _check_biases(router, styles, model, plan.precision.activations)
     if plan.compile.enabled and plan.recompute.mode == "selective":
         yield Problem(
             "recompute.mode = 'selective' with compile.enabled and losses or biases of routers: attention and MLP are "
@@ -87,7 +91,9 @@ def _check_styles(styles: Mapping[str, Style], model: PreTrainedModel, formulas:
                 )
 
 
-def _check_biases(router: RouterConfig, styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
+def _check_biases(
+    router: RouterConfig, styles: Mapping[str, Style], model: PreTrainedModel, activations: str
+) -> Problems:
     asked = f"router.bias_update_rate = {router.bias_update_rate}"
     found, numbers, countable = selection_biases(model), numbers_of_experts(model), countable_stacks(model, styles)
     if not found:
@@ -108,6 +114,13 @@ def _check_biases(router: RouterConfig, styles: Mapping[str, Style], model: PreT
                 f"{asked}, but the biases of {type(model).__name__} are in {dtype_name(dtype)} here, which would lose "
                 "such steps",
                 'set precision.parameters = "float32"',
+            )
+            return
+        if isinstance(getattr(*bias), nn.Parameter) and activations in SHORT:
+            yield Problem(
+                f"{asked}, but the biases of {type(model).__name__} are parameters, which routers get in {activations} "
+                "here, and which would lose such steps",
+                'set precision.compute = "float32"',
             )
             return
         if number != size:
