@@ -57,6 +57,7 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
+from meshtrain.parallel.context.positions import skips_padding
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
@@ -245,7 +246,9 @@ def _parallelize_stage(
 def _context(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ContextParallel | None:
     if axis_size(mesh, CP) == 1:
         return None
-    return ContextParallel(mesh.get_group(CP), plan.context, _base(model), mixing_blocks(model))
+    return ContextParallel(
+        mesh.get_group(CP), plan.context, _base(model), mixing_blocks(model), skips_padding=skips_padding(model)
+    )
 
 
 def _attention(model: PreTrainedModel, plan: ParallelPlan, context: ContextParallel | None) -> StageAttention | None:

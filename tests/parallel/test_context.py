@@ -12,16 +12,20 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import meshtrain
 from meshtrain.config.families import with_family
-from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.plan import ContextPlan, ParallelPlan
+from meshtrain.config.mesh import CP, MeshPlan
+from meshtrain.config.plan import ContextPlan, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
 from meshtrain.parallel.context.mixing import mixing_blocks
+from meshtrain.parallel.context.positions import skips_padding
+from meshtrain.runtime.mesh import all_reduce_over, init_mesh
+from meshtrain.training.loss import build_loss
 from meshtrain.verify.case import ProofCase, Rows
 from meshtrain.verify.prove import prove_together
 from meshtrain.verify.verify_run import make_case
@@ -161,6 +165,46 @@ def test_classes_that_mix_positions_elsewhere_are_refused(model_type: str, messa
     with pytest.raises(ModelError) as caught:
         mixing_blocks(meta_model(model_type))
     assert caught.value.lines == (message,)
+
+
+def test_positions_that_a_class_counts_in_another_way_are_refused() -> None:
+    with pytest.raises(ModelError) as caught:
+        skips_padding(meta_model("camembert", is_decoder=True))
+    assert caught.value.lines == (
+        "CamembertForCausalLM does not count its positions from 0, with or without padding, so those of a part are not "
+        "known",
+    )
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1, cp=2))
+    with pytest.raises(PlanError) as refused:
+        resolve_plan(plan, meta_model("camembert", is_decoder=True), BATCH, 2)
+    assert refused.value.lines[0] == f"mesh.cp = 2: {caught.value.lines[0]}; use cp = 1"
+
+
+def loss_with_padding_between(model_type: str, cp: int) -> float:
+    """Return the loss of rows with padding behind their first token."""
+    precision = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
+    plan = with_family(ParallelPlan(mesh=MeshPlan(dp_shard=1, cp=cp), precision=precision), model_type)
+    dropout = {"dropout": 0.0} if model_type == "opt" else dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    hf_config = load_hf_config(ModelConfig(type=model_type, config={"vocab_size": 64, **dropout}))
+    model = build_meta_model(hf_config, dtype=torch.float64, attention="eager")
+    plan = resolve_plan(plan, model, BatchShape(2, 2, 16), cp)
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
+    )
+    pipeline.initialize(0)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    pads = torch.ones_like(ids)
+    pads[0, 1:6] = 0
+    batch = {"input_ids": ids, "labels": ids.masked_fill(pads == 0, -100), "attention_mask": pads}
+    loss = pipeline.forward_backward(batch, build_loss(pipeline).mean_over(torch.tensor(25)))
+    return float(all_reduce_over(loss.clone(), pipeline.mesh, (CP,)))
+
+
+@pytest.mark.parametrize("model_type", ["opt", "gpt2"])
+def test_padding_before_tokens_moves_positions_where_the_class_does(model_type: str) -> None:
+    whole, parts = (run_on_ranks(cp, loss_with_padding_between, model_type, cp)[0] for cp in (1, 2))
+    assert parts == pytest.approx(whole, rel=1e-12)
+    assert skips_padding(meta_model(model_type)) == (model_type == "opt")
 
 
 BATCH = BatchShape(8, 2, 32)

@@ -13,6 +13,7 @@ from meshtrain.parallel.check.batch import BatchShape, nearest_multiples
 from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
 from meshtrain.parallel.context.mixing import mixing_blocks
+from meshtrain.parallel.context.positions import skips_padding
 from meshtrain.parallel.tensor.head_share import Heads, heads_of, uneven_heads
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -47,6 +48,7 @@ def _refusal(model: PreTrainedModel) -> str | None:
         return f"{name} takes no position_ids, so it would count the positions of each part from 0"
     try:
         mixing_blocks(model)
+        skips_padding(model)
     except ModelError as error:
         return error.problems[0].found
     return None

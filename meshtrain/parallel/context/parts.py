@@ -13,6 +13,7 @@ from meshtrain.parallel.context.attention import Attention, Masks, attend_by_hea
 from meshtrain.parallel.context.blocks import compute_in_full
 from meshtrain.parallel.context.collectives import gather_keys
 from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.context.positions import tokens_before
 
 
 class ContextParallel:
@@ -23,19 +24,22 @@ class ContextParallel:
         plan: resolved.
         base: name of the attention of the model.
         full_blocks: names of the blocks that compute on full sequences.
+        skips_padding: whether positions count the tokens without padding, if a batch has none.
 
     Attributes:
         pads: (batch, seq) 0 for padding, of the present forward pass; None without a mask.
     """
 
-    def __init__(self, group: ProcessGroup, plan: ContextPlan, base: str, full_blocks: Iterable[str]) -> None:
+    def __init__(
+        self, group: ProcessGroup, plan: ContextPlan, base: str, full_blocks: Iterable[str], *, skips_padding: bool
+    ) -> None:
         assert plan.method != "auto", "the plan is not resolved"
         assert plan.order != "auto", "the plan is not resolved"
         self._group = group
         self._columns = Columns(plan.order, group.size())
         self._masks = Masks(base, plan.method, self._columns, group.rank())
         self._by_heads = plan.method == "ulysses"
-        self._full_blocks = frozenset(full_blocks)
+        self._full_blocks, self._skips_padding = frozenset(full_blocks), skips_padding
         self.pads: Tensor | None = None
         self._length: int | None = None
 
@@ -151,7 +155,9 @@ class ContextParallel:
         self.pads = pads
         self._masks.begin(positions, None if pads is None else pads.bool())
         shape = (ids.shape[0], self._length)
-        if positions is None:
+        if positions is None and pads is not None and self._skips_padding:
+            positions = tokens_before(pads)
+        elif positions is None:
             positions = torch.arange(self._length, device=ids.device).expand(shape)
         # transformers takes the number of keys from a mask, and with one it does not look for
         # documents in the positions, which are those of a part.
