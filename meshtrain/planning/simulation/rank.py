@@ -225,6 +225,8 @@ def _record(
         )
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
+        # Compiled layers are simulated as they are written.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(votes_skipped())
         stack.enter_context(padded_once())
         if "position_ids" not in run.inputs:
