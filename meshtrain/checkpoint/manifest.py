@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
 from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
+from meshtrain.config.run import OptimizerName
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.models.fused import FusedParameter
@@ -57,7 +58,7 @@ class SavedGroup(Settings):
 
 
 class SavedOptimizer(Settings):
-    """The optimizer of a user's own program. That of a run is known from its configuration."""
+    """The optimizer of a user's own program."""
 
     name: str
     """Name of the class, such as `AdamW`."""
@@ -81,6 +82,8 @@ class Manifest(Settings):
 
     AdamW and the learning rate do not count them.
     """
+    optimizer_name: OptimizerName = "adamw"
+    """Name of the optimizer of a run, as its configuration has it."""
     loss_scale: SavedLossScale | None = None
     """Loss scale of a run in float16."""
     history: SavedHistory | None = None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerState
+from meshtrain.config.run import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
@@ -26,8 +26,6 @@ from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import resolve_rules
-
-ADAM_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class StageShare:
         num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
         gradient_bytes: on one process, sharded like the parameters.
-        optimizer_bytes: on one process, for the two moments of AdamW.
+        optimizer_bytes: on one process, for what the optimizer keeps.
     """
 
     stage: int
@@ -81,23 +79,23 @@ class Message:
 
 
 def account(
-    model: PreTrainedModel, plan: ParallelPlan, optimizer_state: OptimizerState = "parameters"
+    model: PreTrainedModel, plan: ParallelPlan, optimizer: OptimizerConfig = STOCK_OPTIMIZER
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        optimizer_state: as in the configuration of the optimizer.
+        optimizer: of the run.
     """
-    moment = plan.precision.parameters if optimizer_state == "parameters" else optimizer_state
+    kept = optimizer.state_bytes(_width(plan.precision.parameters))
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, dims, _width(moment)) for stage, owner in zip(stages, owners, strict=True)]
+    return [_share(stage, owner, plan, dims, kept) for stage, owner in zip(stages, owners, strict=True)]
 
 
 def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
@@ -164,7 +162,7 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], moment_width: int) -> StageShare:
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], kept: int) -> StageShare:
     parameters = dict(stage.model.named_parameters())
     local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
     width = _width(plan.precision.parameters)
@@ -180,7 +178,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
         num_local_parameters=local,
         parameter_bytes=local * width,
         gradient_bytes=local * width,
-        optimizer_bytes=local * moment_width * ADAM_STATES,
+        optimizer_bytes=local * kept,
     )
 
 

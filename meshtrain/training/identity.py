@@ -58,6 +58,7 @@ class Identity:
         return {
             "seed": self.config.seed,
             "global_batch_size": self.config.global_batch_size,
+            "optimizer_name": self.config.optimizer.name,
             "data_identity": self.data.identity,
             "order": self._order,
         }
@@ -84,6 +85,7 @@ class Identity:
         there = {
             "seed": manifest.seed,
             "global_batch_size": manifest.global_batch_size,
+            "optimizer.name": manifest.optimizer_name,
             "plan.precision.parameters": manifest.dtype,
             **manifest.order,
             **self._model_values(checkpoint),
@@ -91,6 +93,7 @@ class Identity:
         here = {
             "seed": self.config.seed,
             "global_batch_size": self.config.global_batch_size,
+            "optimizer.name": self.config.optimizer.name,
             "plan.precision.parameters": self.plan.precision.parameters,
             **self._order,
             **_values(self.hf_config),

@@ -13,26 +13,28 @@ from meshtrain.models.positions import global_places
 from meshtrain.parallel.local_parameter import as_local, full_parameter
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
+from meshtrain.training.lion import Lion
+from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
 
 # Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
 
 
-def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> AdamW:
-    """Build AdamW over the local parts of the parameters.
+def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> Optimizer:
+    """Build the optimizer of a run over the local parts of the parameters.
 
-    It uses torch's fused kernel on every device. Weight decay applies to matrices; norms and biases
-    are left out. Frozen parameters are not in the optimizer. A parameter without a gradient stays
-    as it is, as in one process.
+    It uses torch's fused kernels where there are some. Weight decay applies to matrices; norms and
+    biases are left out. Frozen parameters are not in the optimizer. A parameter without a gradient
+    stays as it is, as in one process.
     """
     fqns = pipeline.canonical_names()
     trained = ((fqns[name], as_local(parameter)) for name, parameter in pipeline.trainable_parameters())
-    return build_adamw(trained, config, seed=pipeline.streams.seed)
+    return optimizer_over(trained, config, seed=pipeline.streams.seed)
 
 
-def build_adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int) -> AdamW:
-    """Build AdamW over parameters.
+def optimizer_over(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int) -> Optimizer:
+    """Build the optimizer of a run over parameters.
 
     Args:
         parameters: FQN and local part of each. Copies of a tied weight have one FQN.
@@ -40,13 +42,12 @@ def build_adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: Optimize
         seed: of the run, for stochastic rounding.
     """
     named = [*parameters]
-    matrices = [parameter for _, parameter in named if parameter.dim() >= 2]
-    vectors = [parameter for _, parameter in named if parameter.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(named, config)
     betas = config.beta1, config.beta2
+    if config.name == "sgd":
+        return SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+    if config.name == "lion":
+        return Lion(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
     if config.state == "parameters":
         return AdamW(groups, **options, fused=True)

@@ -16,7 +16,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.tokenizer import open_tokenizer
-from meshtrain.errors import DataError, ModelError
+from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.rotary import constant_length
@@ -25,6 +25,7 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
+from meshtrain.training.parameter_groups import group_problems
 
 # Stands in for a number of steps that is known only after the text is read.
 ANY_NUMBER = 1_000_000
@@ -95,6 +96,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         data.pad_to_multiple_of,
         separates=data.documents == "separate",
     )
+    if problems := group_problems(config.optimizer, (name for name, _ in model.named_parameters())):
+        raise ConfigError(problems)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))

@@ -13,6 +13,7 @@ from meshtrain.checkpoint.storage.directory import USE_ANOTHER, is_checkpoint, s
 from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
+from meshtrain.config.run import OPTIMIZERS
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
@@ -21,9 +22,6 @@ from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
 from meshtrain.training.same_model import check_same_model
 from meshtrain.training.saved_optimizer import describe_optimizer, optimizer_problems, restore_options
 from meshtrain.training.state import TrainState, restore_snapshot, take_snapshot
-
-# Every run uses this optimizer.
-RUN_OPTIMIZER = "AdamW"
 
 
 def save_state(
@@ -101,7 +99,8 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     there = manifest.optimizer
     if there is None and tensor_entries(read_table(checkpoint), OPTIMIZER_PREFIX):
         # The checkpoint belongs to a run. Its options are in the run file, and any groups fit.
-        there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
+        name = OPTIMIZERS[manifest.optimizer_name].class_name
+        there = SavedOptimizer(name=name, groups=() if here is None else here.groups)
     if problems := _optimizer_problems(there, here):
         raise CheckpointError(problem.concerning(str(checkpoint)) for problem in problems)
     restore_snapshot(checkpoint, manifest, pipeline, state, there)

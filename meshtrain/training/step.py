@@ -27,6 +27,7 @@ from meshtrain.training.gradients import (
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
+from meshtrain.training.parameter_groups import FACTOR
 
 Inspection = Callable[[Mapping[str, Tensor]], None]
 """Inspects the batch and the complete gradients of a step before any parameter changes."""
@@ -226,7 +227,7 @@ def _scale(context: StepContext, norm: Tensor) -> None:
 def _update(context: StepContext, learning_rate: float) -> None:
     context.pipeline.activity.enter("optimizer")
     for group in context.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(FACTOR, 1.0)
     context.optimizer.step()
     context.pipeline.expert_use.move_biases()
 

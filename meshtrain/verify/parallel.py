@@ -14,7 +14,7 @@ from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.distributed import REDISTRIBUTION_LOG
 from meshtrain.config.mesh import CP, DATA_AXES, TP, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.run import LearningRateConfig
+from meshtrain.config.run import LearningRateConfig, OptimizerConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import restore_buffers
@@ -94,13 +94,15 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     return trace
 
 
-def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> Trace:
+def train_pipeline(
+    pipeline: Pipeline, batches: Sequence[dict[str, Tensor]], optimizer: OptimizerConfig = OPTIMIZER
+) -> Trace:
     """Train a pipeline as it is, one step for each global batch.
 
     Returns:
         The trace of this rank.
     """
-    trace, context = Trace(), build_step_context(pipeline)
+    trace, context = Trace(), build_step_context(pipeline, optimizer)
     for step, batch in enumerate(batches):
         _train_step(context, step, batch, trace)
     trace.parameters = _gather(pipeline)
@@ -134,14 +136,14 @@ def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
             local_tensor(parameter).copy_(value)
 
 
-def build_step_context(pipeline: Pipeline) -> StepContext:
+def build_step_context(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) -> StepContext:
     """Build what a step needs, as a run does."""
     return StepContext(
         pipeline=pipeline,
         loss=build_loss(pipeline),
-        optimizer=build_optimizer(pipeline, OPTIMIZER),
-        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
-        max_gradient_norm=OPTIMIZER.max_gradient_norm,
+        optimizer=build_optimizer(pipeline, optimizer),
+        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, STEPS),
+        max_gradient_norm=optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(pipeline.plan.precision),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
@@ -74,12 +75,22 @@ def copy_weights_into(model: PreTrainedModel, values: Mapping[str, Tensor]) -> N
 
 
 def train_model(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], router_config: RouterConfig = STOCK_ROUTER
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    router_config: RouterConfig = STOCK_ROUTER,
+    optimizer: Optimizer | None = None,
 ) -> Trace:
-    """Train a stock model as it is, one step for each global batch."""
+    """Train a stock model as it is, one step for each global batch.
+
+    Args:
+        model: of `build_stock`.
+        batches: the global ones.
+        router_config: how its routers are trained.
+        optimizer: of its parameters; None: AdamW.
+    """
     routers = WatchedRouters(model, router_config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trace, optimizer = Trace(), build_adamw(parameters)
+    trace, optimizer = Trace(), optimizer or build_adamw(parameters)
     for batch in batches:
         optimizer.zero_grad()
         router_logits, loss = _run(model, batch)

@@ -14,7 +14,7 @@ from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import AXES, CP, DP_REPLICATE, EP, EXPERT_FSDP_AXES, PP, MeshPlan, fsdp_axis_of
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.run import OptimizerState
+from meshtrain.config.run import OptimizerConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.cut.balance import balanced_layers
@@ -80,7 +80,7 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
-        optimizer_state: number format of the moments, as in the configuration of the optimizer.
+        optimizer: of the run.
         batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -91,7 +91,7 @@ class Estimator:
     def __init__(
         self,
         plan: ParallelPlan,
-        optimizer_state: OptimizerState,
+        optimizer: OptimizerConfig,
         batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
@@ -103,7 +103,7 @@ class Estimator:
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
-        self._moment = self._parameter if optimizer_state == "parameters" else getattr(torch, optimizer_state).itemsize
+        self._kept = optimizer.state_bytes(self._parameter)
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
@@ -129,7 +129,7 @@ class Estimator:
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
         uses_fsdp = candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
-        state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + 2 * self._moment)
+        state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + self._kept)
         if uses_fsdp:
             largest = self._largest_layer(candidate)
             layer = largest * self._compute

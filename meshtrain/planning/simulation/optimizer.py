@@ -1,4 +1,4 @@
-"""AdamW over fake tensors."""
+"""The optimizer of a run over fake tensors."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 from meshtrain.config.run import OptimizerConfig
 from meshtrain.models.layout import local_tensor
-from meshtrain.training.optim import build_adamw
+from meshtrain.training.optim import optimizer_over
 
 
-class FakeAdamW(Optimizer):
+class FakeOptimizer(Optimizer):
     """The optimizer of a run for parameters without memory.
 
     A LocalParameter is a tensor of a class of its own, and so is a fake tensor, so that the two
@@ -26,9 +26,9 @@ class FakeAdamW(Optimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
         self._full = list(parameters)
         self._local = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._full]
-        self._adamw = build_adamw(zip(map(str, count()), self._local, strict=False), config, seed=0)
-        self.param_groups = self._adamw.param_groups
-        self.state = self._adamw.state
+        self._optimizer = optimizer_over(zip(map(str, count()), self._local, strict=False), config, seed=0)
+        self.param_groups = self._optimizer.param_groups
+        self.state = self._optimizer.state
 
     def states(self) -> list[Tensor]:
         """Return the tensors of the optimizer's state."""
@@ -38,8 +38,8 @@ class FakeAdamW(Optimizer):
         """Take a step with zero gradients, so that the state exists."""
         for local in self._local:
             local.grad = local.new_zeros(local.shape)
-        self._adamw.step()
-        self._adamw.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients."""
@@ -50,5 +50,5 @@ class FakeAdamW(Optimizer):
         """Update the parameters for which the model has a gradient."""
         for full, local in zip(self._full, self._local, strict=True):
             local.grad = None if full.grad is None else local_tensor(full.grad)
-        self._adamw.step()
-        self._adamw.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()

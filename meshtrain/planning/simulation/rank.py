@@ -34,7 +34,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
 from meshtrain.planning.simulation.models import build_run_model, shared_structure
 from meshtrain.planning.simulation.no_passes import without_passes
-from meshtrain.planning.simulation.optimizer import FakeAdamW
+from meshtrain.planning.simulation.optimizer import FakeOptimizer
 from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -207,7 +207,7 @@ def _record(
             structure=shared_structure(run),
         )
         with quick:
-            optimizer = FakeAdamW([p for _, p in pipeline.trainable_parameters()], run.optimizer)
+            optimizer = FakeOptimizer([p for _, p in pipeline.trainable_parameters()], run.optimizer)
             optimizer.make_states()
             batch = _batch(run)
         stack.enter_context(fake)

@@ -1,0 +1,79 @@
+"""The parameters of an optimizer in groups: those that a run names, and the rest."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from meshtrain.config.run import GroupConfig, OptimizerConfig
+from meshtrain.errors import Problem
+from meshtrain.models.patterns import compile_pattern, nearest
+
+FACTOR = "learning_rate_factor"
+"""The option of a group that says how high its learning rate is, relative to that of the run."""
+
+
+def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer: for the rest and for each group of a run, two.
+
+    The first one has the matrices, which weight decay applies to, and the second one has norms and
+    biases. Each process has all groups, also those of which it has no parameter.
+
+    Args:
+        parameters: FQN and local part of each.
+        config: of the run.
+    """
+    sorts: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
+    numbers = (None, *range(len(config.groups)))
+    for number in numbers:
+        sorts |= {(number, True): [], (number, False): []}
+    for name, parameter in parameters:
+        sorts[group_of(name, config.groups), parameter.dim() >= 2].append(parameter)
+    return [
+        {"params": members, **_options(None if number is None else config.groups[number], config, is_matrix=is_matrix)}
+        for (number, is_matrix), members in sorts.items()
+    ]
+
+
+def _options(group: GroupConfig | None, config: OptimizerConfig, *, is_matrix: bool) -> dict[str, float]:
+    decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
+    if group is not None and group.weight_decay is not None:
+        decay = group.weight_decay
+    if group is not None and group.learning_rate is not None:
+        factor = group.learning_rate / config.learning_rate
+    return {"weight_decay": decay, FACTOR: factor}
+
+
+def group_of(name: str, groups: Sequence[GroupConfig]) -> int | None:
+    """Return the number of the first group that names a parameter; None if none does."""
+    for number, group in enumerate(groups):
+        if any(_names(pattern, name) for pattern in group.parameters):
+            return number
+    return None
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a parameter, or a module around it."""
+    regex = compile_pattern(pattern)
+    return any(map(regex.fullmatch, _with_modules(name)))
+
+
+def _with_modules(name: str) -> Iterator[str]:
+    yield from accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")
+
+
+def group_problems(config: OptimizerConfig, names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each pattern that matches no parameter, and no module with parameters.
+
+    Args:
+        config: of the run.
+        names: of the parameters that it trains.
+    """
+    known = list(dict.fromkeys(it for name in names for it in _with_modules(name)))
+    return [
+        Problem(f"optimizer.groups: {pattern!r} matches no parameter of the model{nearest(pattern, known)}")
+        for group in config.groups
+        for pattern in group.parameters
+        if not any(map(compile_pattern(pattern).fullmatch, known))
+    ]

@@ -1,0 +1,189 @@
+"""The optimizers of a run: each computes on every mesh what it computes in one process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from meshtrain.config.run import GroupConfig, OptimizerConfig, OptimizerName, RunConfig
+from meshtrain.errors import CheckpointError, ConfigError
+from meshtrain.runtime.ranks import RankError
+from meshtrain.training.optim import optimizer_over
+from meshtrain.training.parameter_groups import group_of
+from meshtrain.training.resolve import resolve_run
+from meshtrain.verify.case import Trace
+from meshtrain.verify.parallel import train_pipeline
+from meshtrain.verify.reference import copy_weights_into, train_model
+from tests.casts import lift_float32_casts
+from tests.parity import (
+    Case,
+    _stock_model,
+    assert_equal_to_reference,
+    batches,
+    build,
+    fill,
+    stock_weights,
+)
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, steps_of, train_here
+
+SHARED: dict[str, Any] = {"weight_decay": 0.1, "max_gradient_norm": 0.5}
+GROUPS = [
+    GroupConfig(parameters=["model.embed_tokens", "lm_head.weight"], learning_rate=5e-3),
+    GroupConfig(parameters=["model.layers.*.mlp"], weight_decay=0.5),
+    GroupConfig(parameters=["model.layers.1", "model.norm"], learning_rate=0.0, weight_decay=0.0),
+]
+CONFIGS = {
+    "adamw": OptimizerConfig(learning_rate=1e-3, epsilon=1e-4, groups=GROUPS, **SHARED),
+    "lion": OptimizerConfig(name="lion", learning_rate=1e-3, beta2=0.99, **SHARED),
+    "sgd": OptimizerConfig(name="sgd", learning_rate=1e-1, **SHARED),
+}
+CASES = {
+    1: [Case("llama-untied", (1, 1, 1, 1))],
+    2: [Case("llama-untied", mesh) for mesh in ((2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 1))],
+    4: [Case("llama-untied", (2, 1, 1, 2))],
+}
+
+
+class PlainLion(Optimizer):
+    """The formulas of the paper."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for x in group["params"]:
+                moment = self.state[x].get("m", torch.zeros_like(x))
+                first, second = group["betas"]
+                update = (first * moment + (1 - first) * x.grad).sign()
+                x -= group["lr"] * (update + group["weight_decay"] * x)
+                self.state[x]["m"] = second * moment + (1 - second) * x.grad
+
+
+def plain_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
+    """Return what one process uses, with a group for each parameter."""
+    groups = []
+    for name, parameter in named:
+        rate, decay = config.learning_rate, config.weight_decay if parameter.dim() > 1 else 0.0
+        number = group_of(name, config.groups)
+        if number is not None:
+            own = config.groups[number]
+            rate = rate if own.learning_rate is None else own.learning_rate
+            decay = decay if own.weight_decay is None else own.weight_decay
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    if config.name == "sgd":
+        return SGD(groups, momentum=config.beta1)
+    betas = config.beta1, config.beta2
+    if config.name == "lion":
+        return PlainLion(groups, {"betas": betas})
+    return AdamW(groups, betas=betas, eps=config.epsilon)
+
+
+def reference(config: OptimizerConfig) -> Trace:
+    lift_float32_casts()
+    model = _stock_model("llama-untied")
+    copy_weights_into(model, stock_weights("llama-untied"))
+    return train_model(model, batches(), optimizer=plain_optimizer(model.named_parameters(), config))
+
+
+def train_all(cases: list[Case], config: OptimizerConfig) -> list[Trace]:
+    lift_float32_casts()
+    found = []
+    for case in cases:
+        pipeline = build(case)
+        fill(pipeline, stock_weights(case.model))
+        found.append(train_pipeline(pipeline, batches(), config))
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_mesh_computes_what_one_process_does(name: str) -> None:
+    (wanted,) = run_on_ranks(1, reference, CONFIGS[name])
+    for world_size, cases in CASES.items():
+        answers = run_on_ranks(world_size, train_all, cases, CONFIGS[name])
+        for number in range(len(cases)):
+            assert_equal_to_reference([traces[number] for traces in answers], wanted)
+
+
+def train(run: RunConfig) -> list[float]:
+    """Train on as many ranks as the plan needs, and return the losses."""
+    run_on_ranks(run.plan.mesh.world_size, train_here, run, joins=False)
+    return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_run_resumes_on_other_meshes(name: OptimizerName, tmp_path: Path) -> None:
+    group = GroupConfig(parameters=["model.layers.*.mlp"], learning_rate=1e-4)
+    optimizer = OptimizerConfig(name=name, learning_rate=1e-3, groups=[group])
+    whole = build_run(tmp_path / "whole", "qwen3", build_plan((1, 1, 1, 1)), steps=3, optimizer=optimizer)
+    wanted = train(whole)
+    for steps, mesh in enumerate(((1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1)), start=1):
+        run = build_run(tmp_path / "other", "qwen3", build_plan(mesh), steps=steps, optimizer=optimizer)
+        found = train(run)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), steps=1)
+    train(run)
+    # The settings that it started with are compared first.
+    (tmp_path / "run" / "run.toml").unlink()
+    other = run.model_copy(update={"steps": 2, "optimizer": OptimizerConfig(name="lion")})
+    with pytest.raises(RankError) as caught:
+        train(other)
+    assert isinstance(caught.value.original, CheckpointError)
+    assert "optimizer.name is 'adamw' in the checkpoint and 'lion' in this run" in str(caught.value.original)
+
+
+def test_patterns_without_a_parameter_are_refused(tmp_path: Path) -> None:
+    group = GroupConfig(parameters=["model.layers.*.mlps"], weight_decay=0.0)
+    optimizer = OptimizerConfig(groups=[group])
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), optimizer=optimizer))
+    assert caught.value.lines == (
+        "optimizer.groups: 'model.layers.*.mlps' matches no parameter of the model; the nearest is "
+        "'model.layers.*.mlp'",
+    )
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"layers.{index}.weight", nn.Parameter(torch.ones(shape))) for index, shape in enumerate(shapes)]
+
+
+def test_groups_have_their_own_rate_and_decay() -> None:
+    named = tensors((2, 2), (2,), (2, 2), (2,))
+    groups = [GroupConfig(parameters=["layers.2", "layers.3.weight"], learning_rate=3e-4, weight_decay=0.25)]
+    found = optimizer_over(named, OptimizerConfig(learning_rate=1e-3, groups=groups), seed=0).param_groups
+    kept = [(len(it["params"]), it["weight_decay"], round(it["learning_rate_factor"], 6)) for it in found]
+    assert kept == [(1, 0.1, 1.0), (1, 0.0, 1.0), (1, 0.25, 0.3), (1, 0.25, 0.3)]
+
+
+@pytest.mark.parametrize(("name", "number"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
+def test_bytes_of_state_are_those_that_are_kept(name: OptimizerName, number: int) -> None:
+    ((_, parameter),) = named = tensors((3, 5))
+    config = OptimizerConfig(name=name)
+    optimizer = optimizer_over(named, config, seed=0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [it for it in optimizer.state[parameter].values() if isinstance(it, Tensor) and it.dim() > 0]
+    assert sum(it.nbytes for it in kept) == config.state_bytes(4) * parameter.numel() == number * parameter.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "lion", "epsilon": 1e-6}, "`epsilon` is not read by the optimizer 'lion'; leave it out"),
+        ({"name": "sgd", "beta2": 0.9}, "`beta2` is not read by the optimizer 'sgd'; leave it out"),
+        ({"name": "sgd", "state": "bfloat16"}, "`state` is not read by the optimizer 'sgd'; leave it out"),
+        (
+            {"groups": [{"parameters": ["a"]}]},
+            "neither `learning_rate` nor `weight_decay` is set; set one, or leave the group out",
+        ),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        OptimizerConfig.model_validate(settings)
