@@ -3,7 +3,9 @@
 Each prints one line of JSON with what it has found.
 """
 
+import atexit
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -224,4 +226,7 @@ PROGRAMS: dict[str, Callable[[Path], dict[str, Any]]] = {
 if __name__ == "__main__":
     found = PROGRAMS[sys.argv[1]](Path(sys.argv[2]))
     if rank_from_environment() == 0:
-        print("\n" + json.dumps(found))
+        print("\n" + json.dumps(found), flush=True)
+    # A thread of torch for the stand-in may still run, which C++ ends with an abort.
+    atexit._run_exitfuncs()
+    os._exit(0)
