@@ -1,6 +1,6 @@
 """The optimizer and its learning rate."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from meshtrain.training.lion import Lion
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
 
+NO_NAMES: Mapping[str, str] = {}
 # Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
 
@@ -30,19 +31,28 @@ def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> Optimizer:
     """
     fqns = pipeline.canonical_names()
     trained = ((fqns[name], as_local(parameter)) for name, parameter in pipeline.trainable_parameters())
-    return optimizer_over(trained, config, seed=pipeline.streams.seed)
+    stock_names = {part: entry.name for entry in pipeline.fused for part in entry.parts}
+    return optimizer_over(trained, config, seed=pipeline.streams.seed, stock_names=stock_names)
 
 
-def optimizer_over(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int) -> Optimizer:
+def optimizer_over(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    *,
+    seed: int,
+    stock_names: Mapping[str, str] = NO_NAMES,
+) -> Optimizer:
     """Build the optimizer of a run over parameters.
 
     Args:
         parameters: FQN and local part of each. Copies of a tied weight have one FQN.
         config: of the run.
         seed: of the run, for stochastic rounding.
+        stock_names: FQN of a part of a fused parameter -> that of the stock parameter, which the
+            groups of a run name.
     """
     named = [*parameters]
-    groups = parameter_groups(named, config)
+    groups = parameter_groups(((stock_names.get(name, name), it) for name, it in named), config)
     betas = config.beta1, config.beta2
     if config.name == "sgd":
         return SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)

@@ -21,7 +21,7 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], config: Opt
     biases. Each process has all groups, also those of which it has no parameter.
 
     Args:
-        parameters: FQN and local part of each.
+        parameters: stock FQN and local part of each. The parts of a fused one have one FQN.
         config: of the run.
     """
     sorts: dict[tuple[int | None, bool], list[nn.Parameter]] = {}

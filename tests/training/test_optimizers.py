@@ -11,8 +11,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshtrain.config.run import GroupConfig, OptimizerConfig, OptimizerName, RunConfig
 from meshtrain.errors import CheckpointError, ConfigError
+from meshtrain.parallel.local_parameter import full_parameter
 from meshtrain.runtime.ranks import RankError
-from meshtrain.training.optim import optimizer_over
+from meshtrain.training.optim import build_optimizer, optimizer_over
 from meshtrain.training.parameter_groups import group_of
 from meshtrain.training.resolve import resolve_run
 from meshtrain.verify.case import Trace
@@ -147,6 +148,22 @@ def test_patterns_without_a_parameter_are_refused(tmp_path: Path) -> None:
         "optimizer.groups: 'model.layers.*.mlps' matches no parameter of the model; the nearest is "
         "'model.layers.*.mlp'",
     )
+
+
+def names_in_groups(config: OptimizerConfig) -> list[list[str]]:
+    """Return the names of the parameters of each group, with those of parts."""
+    pipeline = build(Case("gpt2-tied", (1, 1, 1, 1)))
+    names = {id(parameter): name for name, parameter in pipeline.named_parameters()}
+    groups = build_optimizer(pipeline, config).param_groups
+    return [[names[id(full_parameter(it))] for it in group["params"]] for group in groups]
+
+
+def test_parts_of_a_fused_parameter_are_in_the_group_of_its_stock_name() -> None:
+    group = GroupConfig(parameters=["transformer.h.1.attn.c_attn.weight", "transformer.wte"], weight_decay=0.0)
+    found = run_on_ranks(1, names_in_groups, OptimizerConfig(groups=[group]))[0]
+    parts = [f"transformer.h.1.attn.c_attn.{part}.weight" for part in "qkv"]
+    assert found[2] == ["transformer.wte.weight", *parts]
+    assert found[3] == []
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
