@@ -63,7 +63,7 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
     Model and optimizer must be those that were saved; an error lists what is missing or unexpected.
     The optimizer's groups get the options that were saved, and `state.step` and `state.values` are
     restored. Dropout continues as it would have without the restart. A checkpoint of `meshtrain
-    train` can be loaded too, with AdamW.
+    train` can be loaded too, with an optimizer of the same class.
 
     Args:
         directory: a step-N directory, or its parent, whose newest complete checkpoint is taken.

@@ -28,8 +28,8 @@ class OperatorMode(TorchDispatchMode):
 class UncompiledMode(OperatorMode):
     """A mode for code that is never compiled.
 
-    Why: torch keeps its compiler out of every call of another mode, which takes as long as many a
-    call.
+    Why: torch switches its compiler off around each call of another mode. That takes longer than
+    many of the calls.
     Holds: torch 2.11 to 2.13.
     """
 

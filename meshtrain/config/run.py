@@ -173,7 +173,8 @@ class OptimizerConfig(Settings):
         Args:
             parameter: bytes of the number itself.
         """
-        return OPTIMIZERS[self.name].num_states * (parameter if self.state == "parameters" else 2)
+        has_state = self.name != "sgd" or self.beta1 > 0
+        return has_state * OPTIMIZERS[self.name].num_states * (parameter if self.state == "parameters" else 2)
 
 
 STOCK_OPTIMIZER = OptimizerConfig()

@@ -12,7 +12,7 @@ from meshtrain.runtime.ranks import program_hidden, run_on_ranks
 
 Result = TypeVar("Result")
 SECONDS = 3600.0
-# A process gets further values of a kind until it has so many more of them to do than another one.
+# A process gets further values of a kind while it has at most so many more to do than the idlest.
 MOST_AHEAD = 2.0
 
 

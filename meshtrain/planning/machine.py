@@ -63,9 +63,10 @@ class Machine:
         speed = self.config.speed
         if products not in EIGHT_BITS or self.is_cpu or speed is None or products in speed.peak_tflops:
             return
+        instead = "compute in bfloat16" if products == "float8" else "take the recipe rowwise"
         raise ConfigError(
             f"plan.{EIGHT_BITS[products]} = {products!r}: {self.shown_name} has no rate for it (speed.peak_tflops)",
-            "compute in bfloat16, or take another machine",
+            f"{instead}, or take another machine",
         )
 
     def with_fragmentation(self, peak_bytes: int) -> int:

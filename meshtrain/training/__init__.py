@@ -18,7 +18,9 @@ Train
     loss_scale: dynamic loss scaling for float16.
     gradients: complete the gradients, and compute their norm.
     optim: the optimizer and its learning rate.
+    parameter_groups: the groups of an optimizer's parameters.
     rounded_adamw: AdamW with moments in bfloat16.
+    lion: the optimizer Lion.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
 

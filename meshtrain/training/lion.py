@@ -31,18 +31,14 @@ class Lion(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
-            pairs = [(it, it.grad) for it in group["params"] if it.grad is not None]
-            if pairs:
-                self._update([it for it, _ in pairs], [it for _, it in pairs], group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter][MOMENT] = torch.zeros_like(parameter)
-        moments = [self.state[parameter][MOMENT] for parameter in parameters]
-        (now, kept), rate = group["betas"], group["lr"]
-        directions = torch._foreach_lerp(moments, gradients, 1 - now)
-        torch._foreach_sign_(directions)
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, directions, alpha=-rate)
-        torch._foreach_lerp_(moments, gradients, 1 - kept)
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (now, kept), rate = self.state[parameter], group["betas"], group["lr"]
+        if not state:
+            state[MOMENT] = torch.zeros_like(parameter)
+        direction = state[MOMENT].lerp(gradient, 1 - now).sign_()
+        parameter.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+        state[MOMENT].lerp_(gradient, 1 - kept)

@@ -31,8 +31,12 @@ def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> Optimizer:
     """
     fqns = pipeline.canonical_names()
     trained = ((fqns[name], as_local(parameter)) for name, parameter in pipeline.trainable_parameters())
-    stock_names = {part: entry.name for entry in pipeline.fused for part in entry.parts}
-    return optimizer_over(trained, config, seed=pipeline.streams.seed, stock_names=stock_names)
+    return optimizer_over(trained, config, seed=pipeline.streams.seed, stock_names=stock_names(pipeline))
+
+
+def stock_names(pipeline: Pipeline) -> dict[str, str]:
+    """Return FQN of a part of a fused parameter -> that of the stock parameter."""
+    return {part: entry.name for entry in pipeline.fused for part in entry.parts}
 
 
 def optimizer_over(
@@ -48,14 +52,14 @@ def optimizer_over(
         parameters: FQN and local part of each. Copies of a tied weight have one FQN.
         config: of the run.
         seed: of the run, for stochastic rounding.
-        stock_names: FQN of a part of a fused parameter -> that of the stock parameter, which the
-            groups of a run name.
+        stock_names: of the parts of fused parameters. The groups of a run have stock names.
     """
     named = [*parameters]
     groups = parameter_groups(((stock_names.get(name, name), it) for name, it in named), config)
     betas = config.beta1, config.beta2
     if config.name == "sgd":
-        return SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+        # The fused kernel needs a gradient of every parameter in the first step.
+        return SGD(groups, lr=config.learning_rate, momentum=config.beta1, foreach=True)
     if config.name == "lion":
         return Lion(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}

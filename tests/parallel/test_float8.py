@@ -85,7 +85,7 @@ def test_blocks_have_scales_of_their_own() -> None:
 
 
 def test_no_value_of_a_block_is_cut_off() -> None:
-    # 511 is above the largest value 448 of e4m3, and halves of it are not.
+    # 508 is above the largest value 448 of e4m3, and half of it is not.
     x = torch.full((32, 32), 508.0).bfloat16()
     assert float8_linear(RECIPES["mxfp8"], x, torch.eye(32).bfloat16()).eq(512).all()
 

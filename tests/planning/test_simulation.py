@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from meshtrain.config.run import OptimizerConfig
+from meshtrain.config.run import OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
@@ -95,6 +95,19 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     run = make_run("llama", PLANS["tp"], microbatches=2, values=SMALL)
     rounded = OptimizerConfig(learning_rate=1e-3, state="bfloat16")
     assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName) -> None:
+    run = make_run("llama", PLANS["fsdp"], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, optimizer=OptimizerConfig(name=name)))) <= NEAR
+
+
+def test_compiled_layers_are_simulated_as_they_are_written() -> None:
+    compiled = {**PLANS["pp"], "compile": {"enabled": True}}
+    runs = [make_run("llama", plan, microbatches=2, values=SMALL) for plan in (PLANS["pp"], compiled)]
+    plain, found = (run_on_ranks(1, simulated, run, joins=False)[0] for run in runs)
+    assert [memory_use(it).peak_bytes for it in found] == [memory_use(it).peak_bytes for it in plain]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

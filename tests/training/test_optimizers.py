@@ -115,6 +115,18 @@ def train(run: RunConfig) -> list[float]:
     return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameter_may_get_its_first_gradient_later(name: str) -> None:
+    (_, first), (_, second) = named = tensors((2, 2), (2, 2))
+    optimizer = optimizer_over(named, CONFIGS[name], seed=0)
+    first.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(second.detach(), torch.ones(2, 2))
+    second.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert second.detach().lt(1).all()
+
+
 @pytest.mark.parametrize("name", ["lion", "sgd"])
 def test_run_resumes_on_other_meshes(name: OptimizerName, tmp_path: Path) -> None:
     group = GroupConfig(parameters=["model.layers.*.mlp"], learning_rate=1e-4)

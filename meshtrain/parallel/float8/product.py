@@ -1,9 +1,9 @@
 """The product of a linear layer in float8, forward and backward.
 
 Each of its three matrix products scales both factors to the range of float8, casts them, and
-multiplies them with torch's kernel, into bfloat16. Scales are powers of
-two: they round nothing, so a tensor and a shard of it, which may have different scales, round to
-the same values, except for values near zero.
+multiplies them with torch's kernel, into bfloat16. Scales are powers of two: they round nothing, so
+a tensor and a shard of it, which may have different scales, round to the same values, except for
+values near zero.
 
 A CPU has no such kernels: those of torch convert both factors to float32. There the values are
 multiplied in bfloat16, which holds them exactly.
@@ -183,7 +183,8 @@ def _exact_values(matrix: _Scaled, recipe: Recipe) -> Tensor:
 def _swizzled(scales: Tensor) -> Tensor:
     """Return the scales of blocks (rows, blocks) as the kernel reads them, flat, in 8 bits.
 
-    Tiles of 128 rows and 4 blocks lie one after the other, and in a tile the rows 0, 32, 64 and 96.
+    Tiles of 128 rows and 4 blocks lie one after the other. In a tile, the rows 0, 32, 64 and 96 lie
+    beside each other, then 1, 33, 65 and 97.
 
     Source: cuBLAS, layout of 1D block scaling factors.
     """

@@ -1,14 +1,12 @@
 """The optimizer of a run over fake tensors."""
 
-from collections.abc import Sequence
-from itertools import count
-
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshtrain.config.run import OptimizerConfig
 from meshtrain.models.layout import local_tensor
-from meshtrain.training.optim import optimizer_over
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.optim import optimizer_over, stock_names
 
 
 class FakeOptimizer(Optimizer):
@@ -19,14 +17,16 @@ class FakeOptimizer(Optimizer):
     given the gradient before each step.
 
     Args:
-        parameters: of the model.
+        pipeline: whose parameters it trains.
         config: of the optimizer.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
-        self._full = list(parameters)
+    def __init__(self, pipeline: Pipeline, config: OptimizerConfig) -> None:
+        fqns, trained = pipeline.canonical_names(), [*pipeline.trainable_parameters()]
+        self._full = [parameter for _, parameter in trained]
         self._local = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._full]
-        self._optimizer = optimizer_over(zip(map(str, count()), self._local, strict=False), config, seed=0)
+        named = zip((fqns[name] for name, _ in trained), self._local, strict=True)
+        self._optimizer = optimizer_over(named, config, seed=0, stock_names=stock_names(pipeline))
         self.param_groups = self._optimizer.param_groups
         self.state = self._optimizer.state
 

@@ -207,7 +207,7 @@ def _record(
             structure=shared_structure(run),
         )
         with quick:
-            optimizer = FakeOptimizer([p for _, p in pipeline.trainable_parameters()], run.optimizer)
+            optimizer = FakeOptimizer(pipeline, run.optimizer)
             optimizer.make_states()
             batch = _batch(run)
         stack.enter_context(fake)
