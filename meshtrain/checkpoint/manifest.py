@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
 from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
-from meshtrain.config.run import OptimizerName
+from meshtrain.config.optimizer import OptimizerName
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.models.fused import FusedParameter

@@ -4,7 +4,9 @@ arguments.py   checks of arguments of the public functions
 corpus.py      settings of a corpus file
 data.py        settings of the data of a run
 families.py    the shipped families of models
+machine.py     settings of a machine file
 mesh.py        the axes of the mesh and their degrees
+optimizer.py   settings of the optimizer and its learning rate
 parsing.py     text of TOML or JSON to values
 path_rules.py  rules for the text of paths
 paths.py       relative paths in files

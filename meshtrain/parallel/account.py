@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.mesh import STAGE_AXES
+from meshtrain.config.optimizer import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse

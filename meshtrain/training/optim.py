@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from meshtrain.config.run import LearningRateConfig, OptimizerConfig
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.errors import ConfigError, Problem
 from meshtrain.models.positions import global_places
 from meshtrain.parallel.local_parameter import as_local, full_parameter

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from meshtrain.config.run import GroupConfig, OptimizerConfig
+from meshtrain.config.optimizer import GroupConfig, OptimizerConfig
 from meshtrain.errors import Problem
 from meshtrain.models.patterns import compile_pattern, nearest
 

@@ -13,7 +13,7 @@ from meshtrain.checkpoint.storage.directory import USE_ANOTHER, is_checkpoint, s
 from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
-from meshtrain.config.run import OPTIMIZERS
+from meshtrain.config.optimizer import OPTIMIZERS
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import STOCK_ROUTER, OptimizerConfig, RouterConfig
+from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 
 Rows = Literal["joined", "separate", "padded", "bucketed"]
 """The rows of a batch. `joined`: full sequences. `separate`: sequences of several documents,

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.distributed import REDISTRIBUTION_LOG
 from meshtrain.config.mesh import CP, DATA_AXES, TP, MeshPlan
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.run import LearningRateConfig, OptimizerConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import restore_buffers

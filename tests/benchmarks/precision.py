@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from meshtrain.config.families import with_family
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig, OptimizerState
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig, OptimizerState
+from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline

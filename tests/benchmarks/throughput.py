@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan
-from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
+from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan

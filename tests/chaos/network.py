@@ -19,7 +19,8 @@ from pathlib import Path
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.run import CheckpointConfig, LoggingConfig, OptimizerConfig, RunConfig
+from meshtrain.config.optimizer import OptimizerConfig
+from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.recording import read_samples
 from tests.training.runs import build_plan, build_run, steps_of

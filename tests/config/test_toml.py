@@ -9,9 +9,10 @@ import pytest
 from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.families import find_family, with_family
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.reading import shipped_plans
-from meshtrain.config.run import ModelConfig, OptimizerConfig, RunConfig
+from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import dump_toml, load_plan, load_run, plan_hash
 from meshtrain.errors import ConfigError
 

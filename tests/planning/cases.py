@@ -8,8 +8,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.families import with_family
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import STOCK_ROUTER, OptimizerConfig
+from meshtrain.config.run import STOCK_ROUTER
 from meshtrain.models.build import build_meta_model
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.planning.simulation.run import SimulatedRun

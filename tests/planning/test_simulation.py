@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from meshtrain.config.run import OptimizerConfig, OptimizerName
+from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use

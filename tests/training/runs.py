@@ -16,15 +16,9 @@ from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor
 from meshtrain.checkpoint.storage.directory import find_checkpoint
 from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
-from meshtrain.config.run import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LearningRateConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-)
+from meshtrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from meshtrain.checkpoint.manifest import Manifest, SavedHistory, read_manifest
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, MANIFEST_NAME, list_checkpoints
 from meshtrain.config.data import MixedSourceConfig
-from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
+from meshtrain.config.optimizer import OptimizerConfig
+from meshtrain.config.run import BadStepsConfig, CheckpointConfig, RunConfig
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.errors import TrainingStopped, UserError

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import meshtrain
-from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
+from meshtrain.config.optimizer import OptimizerConfig
+from meshtrain.config.run import BadStepsConfig, CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.training.hooks import Hook, Metrics, RunState, check_hooks

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
-from meshtrain.config.run import LearningRateConfig, LearningRateScheduleName, OptimizerConfig
+from meshtrain.config.optimizer import LearningRateConfig, LearningRateScheduleName, OptimizerConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from meshtrain.config.run import GroupConfig, OptimizerConfig, OptimizerName, RunConfig
+from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
+from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.parallel.local_parameter import full_parameter
 from meshtrain.runtime.ranks import RankError

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from meshtrain.checkpoint.huggingface.export import export_checkpoint
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan, ShardPlan
-from meshtrain.config.run import BadStepsConfig, OptimizerConfig
+from meshtrain.config.run import BadStepsConfig
 from meshtrain.errors import TrainingStopped
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.layout import local_tensor

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
-from meshtrain.config.run import OptimizerConfig, RunConfig
+from meshtrain.config.run import RunConfig
 from meshtrain.models.positions import global_places
 from meshtrain.models.tiles import fill_tiles
 from meshtrain.parallel.pipeline import full_tensor

@@ -13,8 +13,8 @@ import torch
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import AXES, CP, DP_REPLICATE, EP, EXPERT_FSDP_AXES, PP, MeshPlan, fsdp_axis_of
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.run import OptimizerConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.cut.balance import balanced_layers

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshtrain.config.run import OptimizerConfig
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optim import optimizer_over, stock_names

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import OptimizerConfig, RouterConfig
+from meshtrain.config.run import RouterConfig
 from meshtrain.parallel.check import BatchShape
 
 

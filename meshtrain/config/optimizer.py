@@ -1,0 +1,123 @@
+"""The tables [optimizer] and [learning_rate] of a run file."""
+
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from meshtrain.config.settings import Fraction, NotNegative, Settings
+from meshtrain.errors import ConfigError
+
+LearningRateScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+OptimizerName = Literal["adamw", "lion", "sgd"]
+OptimizerState = Literal["parameters", "bfloat16"]
+
+
+class OptimizerKind(NamedTuple):
+    """What is known of an optimizer without building it.
+
+    Attributes:
+        class_name: of its class.
+        num_states: how many numbers it keeps for each one of a parameter.
+        unread: keys of its table that it does not read.
+    """
+
+    class_name: str
+    num_states: int
+    unread: tuple[str, ...] = ()
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    "adamw": OptimizerKind("AdamW", 2),
+    "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
+    "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state")),
+}
+
+
+class GroupConfig(Settings):
+    """Parameters that are trained with other settings than the rest."""
+
+    parameters: Annotated[list[str], Field(min_length=1)]
+    """Patterns of their names, in which `*` stands for one number. A pattern may also name a
+    module, which stands for all parameters inside: `model.layers.*.mlp`. The first group that names
+    a parameter counts."""
+    learning_rate: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
+    """Highest learning rate. It changes over the run as that of the rest. Left out: that of the
+    rest."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
+    """Weight decay of all these parameters, also of norms and biases. Left out: as for the rest."""
+
+    @model_validator(mode="after")
+    def _differs(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise ConfigError("neither `learning_rate` nor `weight_decay` is set", "set one, or leave the group out")
+        return self
+
+
+class OptimizerConfig(Settings):
+    """The optimizer."""
+
+    name: OptimizerName = "adamw"
+    """`adamw`; `lion`, which keeps one number for each parameter where AdamW keeps two, and needs a
+    learning rate about a fifth as high; or `sgd` with momentum, which keeps one."""
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
+    """Highest learning rate; `[learning_rate]` defines how it changes over the run."""
+    beta1: Fraction = 0.9
+    """Decay rate of the mean of the gradients. `lion`: weight of the moment in a step. `sgd`:
+    momentum."""
+    beta2: Fraction = 0.95
+    """Decay rate of the mean of the squared gradients. `lion`: decay rate of the moment."""
+    epsilon: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1e-8
+    """Added to the denominator, against division by zero."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
+    """Weight decay. It applies to matrices only, not to norms and biases. It is decoupled from the
+    gradient, except under `sgd`, which adds it to the gradient."""
+    state: OptimizerState = "parameters"
+    """Number format of the two moments of AdamW between steps: that of the parameters, or
+    `bfloat16` with stochastic rounding, for parameters in float32. It saves 4 bytes per
+    parameter."""
+    max_gradient_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest norm of the gradients of the whole model; larger gradients are scaled down. `inf`
+    only measures."""
+    groups: list[GroupConfig] = []
+    """Parameters with settings of their own."""
+
+    @model_validator(mode="after")
+    def _reads_all(self) -> Self:
+        for key in OPTIMIZERS[self.name].unread:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ConfigError(f"`{key}` is not read by the optimizer {self.name!r}", "leave it out")
+        return self
+
+    def state_bytes(self, parameter: int) -> int:
+        """Return the bytes that the optimizer keeps for a number of a parameter.
+
+        Args:
+            parameter: bytes of the number itself.
+        """
+        has_state = self.name != "sgd" or self.beta1 > 0
+        return has_state * OPTIMIZERS[self.name].num_states * (parameter if self.state == "parameters" else 2)
+
+
+STOCK_OPTIMIZER = OptimizerConfig()
+
+
+class LearningRateConfig(Settings):
+    """How the learning rate changes over the run: a schedule of `transformers.get_scheduler`."""
+
+    name: LearningRateScheduleName = "cosine"
+    """Name of the schedule. All schedules that depend on the step only are available."""
+    warmup_steps: NotNegative = 0
+    """Number of steps over which the learning rate rises from 0."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of the schedule, under the names of transformers, such as `num_cycles`
+    or `min_lr_rate`."""
