@@ -1,6 +1,6 @@
 """The optimizer and its learning rate."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,45 +17,43 @@ from meshtrain.training.lion import Lion
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
 
-NO_NAMES: Mapping[str, str] = {}
 # Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
 
 
-def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> Optimizer:
+def build_optimizer(
+    pipeline: Pipeline, config: OptimizerConfig, local: Callable[[nn.Parameter], nn.Parameter] = as_local
+) -> Optimizer:
     """Build the optimizer of a run over the local parts of the parameters.
 
-    It uses torch's fused kernels where there are some. Weight decay applies to matrices; norms and
-    biases are left out. Frozen parameters are not in the optimizer. A parameter without a gradient
-    stays as it is, as in one process.
+    It uses torch's fused kernel for AdamW. Weight decay applies to matrices; norms and biases are
+    left out. Frozen parameters are not in the optimizer. A parameter without a gradient stays as it
+    is, as in one process.
+
+    Args:
+        pipeline: whose parameters it trains.
+        config: of the run.
+        local: returns the local part of a parameter.
     """
     fqns = pipeline.canonical_names()
-    trained = ((fqns[name], as_local(parameter)) for name, parameter in pipeline.trainable_parameters())
-    return optimizer_over(trained, config, seed=pipeline.streams.seed, stock_names=stock_names(pipeline))
-
-
-def stock_names(pipeline: Pipeline) -> dict[str, str]:
-    """Return FQN of a part of a fused parameter -> that of the stock parameter."""
-    return {part: entry.name for entry in pipeline.fused for part in entry.parts}
+    trained = [(fqns[name], local(parameter)) for name, parameter in pipeline.trainable_parameters()]
+    # The groups of a run have stock names, also those of parameters that are kept in parts.
+    stock_names = {part: entry.name for entry in pipeline.fused for part in entry.parts}
+    groups = parameter_groups(((stock_names.get(name, name), it) for name, it in trained), config)
+    return optimizer_over(trained, groups, config, seed=pipeline.streams.seed)
 
 
 def optimizer_over(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    config: OptimizerConfig,
-    *,
-    seed: int,
-    stock_names: Mapping[str, str] = NO_NAMES,
+    parameters: Sequence[tuple[str, nn.Parameter]], groups: list[dict[str, Any]], config: OptimizerConfig, *, seed: int
 ) -> Optimizer:
     """Build the optimizer of a run over parameters.
 
     Args:
         parameters: FQN and local part of each. Copies of a tied weight have one FQN.
+        groups: of these parameters.
         config: of the run.
         seed: of the run, for stochastic rounding.
-        stock_names: of the parts of fused parameters. The groups of a run have stock names.
     """
-    named = [*parameters]
-    groups = parameter_groups(((stock_names.get(name, name), it) for name, it in named), config)
     betas = config.beta1, config.beta2
     if config.name == "sgd":
         # The fused kernel needs a gradient of every parameter in the first step.
@@ -65,9 +63,9 @@ def optimizer_over(
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
     if config.state == "parameters":
         return AdamW(groups, **options, fused=True)
-    keys: dict[Tensor, int] = {parameter: stream_key(seed, "optimizer", fqn) for fqn, parameter in named}
+    keys: dict[Tensor, int] = {parameter: stream_key(seed, "optimizer", fqn) for fqn, parameter in parameters}
     places: dict[Tensor, tuple[Tensor, Tensor]] = {
-        parameter: global_places(full_parameter(parameter).detach()) for _, parameter in named
+        parameter: global_places(full_parameter(parameter).detach()) for _, parameter in parameters
     }
     return RoundedAdamW(groups, keys, places, **options)
 

@@ -1,6 +1,6 @@
 """The parameters of an optimizer in groups: those that a run names, and the rest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -63,17 +63,32 @@ def _with_modules(name: str) -> Iterator[str]:
     yield from accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")
 
 
-def group_problems(config: OptimizerConfig, names: Iterable[str]) -> list[Problem]:
-    """Return a problem for each pattern that matches no parameter, and no module with parameters.
+def group_problems(config: OptimizerConfig, names: Collection[str], ties: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each pattern that matches nothing, or for each group that gets nothing.
 
     Args:
         config: of the run.
         names: of the parameters that it trains.
+        ties: name of a tied weight -> the one of these that it is.
     """
     known = list(dict.fromkeys(it for name in names for it in _with_modules(name)))
+    patterns = [pattern for group in config.groups for pattern in group.parameters]
+    unmatched = [it for it in patterns if not any(_names(it, name) for name in names)]
+    if unmatched:
+        return [_unmatched(pattern, known, ties) for pattern in unmatched]
+    used = {group_of(name, config.groups) for name in names}
     return [
-        Problem(f"optimizer.groups: {pattern!r} matches no parameter of the model{nearest(pattern, known)}")
-        for group in config.groups
-        for pattern in group.parameters
-        if not any(map(compile_pattern(pattern).fullmatch, known))
+        Problem(
+            f"optimizer.groups: groups before it have all parameters of {group.parameters}",
+            "put it first, or leave it out",
+        )
+        for number, group in enumerate(config.groups)
+        if number not in used
     ]
+
+
+def _unmatched(pattern: str, known: Collection[str], ties: Mapping[str, str]) -> Problem:
+    tied = next((name for name in ties if _names(pattern, name)), None)
+    if tied is not None:
+        return Problem(f"optimizer.groups: {pattern!r}: {tied} is tied to {ties[tied]}", "name that one")
+    return Problem(f"optimizer.groups: {pattern!r} matches no parameter of the model{nearest(pattern, known)}")

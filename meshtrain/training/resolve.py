@@ -96,9 +96,9 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         data.pad_to_multiple_of,
         separates=data.documents == "separate",
     )
-    sources = model.all_tied_weights_keys
-    trained = (sources.get(name, name) for name, _ in model.named_parameters())
-    if problems := group_problems(config.optimizer, trained):
+    ties = model.all_tied_weights_keys
+    trained = [ties.get(name, name) for name, _ in model.named_parameters()]
+    if problems := group_problems(config.optimizer, trained, ties):
         raise ConfigError(problems)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)

@@ -15,7 +15,7 @@ from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.parallel.local_parameter import full_parameter
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.optim import build_optimizer, optimizer_over
-from meshtrain.training.parameter_groups import group_of
+from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.resolve import resolve_run
 from meshtrain.verify.case import Trace
 from meshtrain.verify.parallel import train_pipeline
@@ -39,6 +39,12 @@ GROUPS = [
     GroupConfig(parameters=["model.layers.*.mlp"], weight_decay=0.5),
     GroupConfig(parameters=["model.layers.1", "model.norm"], learning_rate=0.0, weight_decay=0.0),
 ]
+# What the names of the parameters of each group begin with, in full.
+NAMED = (
+    ("model.embed_tokens.", "lm_head."),
+    tuple(f"model.layers.{layer}.mlp." for layer in range(4)),
+    ("model.layers.1.", "model.norm."),
+)
 CONFIGS = {
     "adamw": OptimizerConfig(learning_rate=1e-3, epsilon=1e-4, groups=GROUPS, **SHARED),
     "lion": OptimizerConfig(name="lion", learning_rate=1e-3, beta2=0.99, **SHARED),
@@ -70,11 +76,11 @@ def plain_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     groups = []
     for name, parameter in named:
         rate, decay = config.learning_rate, config.weight_decay if parameter.dim() > 1 else 0.0
-        number = group_of(name, config.groups)
-        if number is not None:
-            own = config.groups[number]
-            rate = rate if own.learning_rate is None else own.learning_rate
-            decay = decay if own.weight_decay is None else own.weight_decay
+        for own, named_by in zip(config.groups, NAMED, strict=False):
+            if name.startswith(named_by):
+                rate = rate if own.learning_rate is None else own.learning_rate
+                decay = decay if own.weight_decay is None else own.weight_decay
+                break
         groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
     if config.name == "sgd":
         return SGD(groups, momentum=config.beta1)
@@ -119,7 +125,7 @@ def train(run: RunConfig) -> list[float]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameter_may_get_its_first_gradient_later(name: str) -> None:
     (_, first), (_, second) = named = tensors((2, 2), (2, 2))
-    optimizer = optimizer_over(named, CONFIGS[name], seed=0)
+    optimizer = over(named, CONFIGS[name])
     first.grad = torch.ones(2, 2)
     optimizer.step()
     assert torch.equal(second.detach(), torch.ones(2, 2))
@@ -152,15 +158,32 @@ def test_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert "optimizer.name is 'adamw' in the checkpoint and 'lion' in this run" in str(caught.value.original)
 
 
-def test_patterns_without_a_parameter_are_refused(tmp_path: Path) -> None:
-    group = GroupConfig(parameters=["model.layers.*.mlps"], weight_decay=0.0)
-    optimizer = OptimizerConfig(groups=[group])
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ["model.layers.*.mlps"],
+            "optimizer.groups: 'model.layers.*.mlps' matches no parameter of the model; the nearest is "
+            "'model.layers.*.mlp'",
+        ),
+        # The head of this model is its embedding.
+        (
+            ["lm_head.weight"],
+            "optimizer.groups: 'lm_head.weight': lm_head.weight is tied to model.embed_tokens.weight; name that one",
+        ),
+        (
+            ["model.layers", "model.layers.*.mlp"],
+            "optimizer.groups: groups before it have all parameters of ['model.layers.*.mlp']; put it first, or leave "
+            "it out",
+        ),
+    ],
+)
+def test_groups_without_a_parameter_are_refused(patterns: list[str], message: str, tmp_path: Path) -> None:
+    groups = [GroupConfig(parameters=[pattern], weight_decay=0.0) for pattern in patterns]
+    run = build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), optimizer=OptimizerConfig(groups=groups))
     with pytest.raises(ConfigError) as caught:
-        resolve_run(build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), optimizer=optimizer))
-    assert caught.value.lines == (
-        "optimizer.groups: 'model.layers.*.mlps' matches no parameter of the model; the nearest is "
-        "'model.layers.*.mlp'",
-    )
+        resolve_run(run)
+    assert caught.value.lines == (message,)
 
 
 def names_in_groups(config: OptimizerConfig) -> list[list[str]]:
@@ -179,6 +202,10 @@ def test_parts_of_a_fused_parameter_are_in_the_group_of_its_stock_name() -> None
     assert found[3] == []
 
 
+def over(named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
+    return optimizer_over(named, parameter_groups(named, config), config, seed=0)
+
+
 def tensors(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
     return [(f"layers.{index}.weight", nn.Parameter(torch.ones(shape))) for index, shape in enumerate(shapes)]
 
@@ -186,16 +213,24 @@ def tensors(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
 def test_groups_have_their_own_rate_and_decay() -> None:
     named = tensors((2, 2), (2,), (2, 2), (2,))
     groups = [GroupConfig(parameters=["layers.2", "layers.3.weight"], learning_rate=3e-4, weight_decay=0.25)]
-    found = optimizer_over(named, OptimizerConfig(learning_rate=1e-3, groups=groups), seed=0).param_groups
+    found = over(named, OptimizerConfig(learning_rate=1e-3, groups=groups)).param_groups
     kept = [(len(it["params"]), it["weight_decay"], round(it["learning_rate_factor"], 6)) for it in found]
     assert kept == [(1, 0.1, 1.0), (1, 0.0, 1.0), (1, 0.25, 0.3), (1, 0.25, 0.3)]
 
 
-@pytest.mark.parametrize(("name", "number"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
-def test_bytes_of_state_are_those_that_are_kept(name: OptimizerName, number: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [
+        (OptimizerConfig(), 2),
+        (OptimizerConfig(name="lion"), 1),
+        (OptimizerConfig(name="sgd"), 1),
+        (OptimizerConfig(name="sgd", beta1=0.0), 0),
+    ],
+    ids=lambda it: f"{it.name}-{it.beta1}" if isinstance(it, OptimizerConfig) else "",
+)
+def test_bytes_of_state_are_those_that_are_kept(config: OptimizerConfig, number: int) -> None:
     ((_, parameter),) = named = tensors((3, 5))
-    config = OptimizerConfig(name=name)
-    optimizer = optimizer_over(named, config, seed=0)
+    optimizer = over(named, config)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [it for it in optimizer.state[parameter].values() if isinstance(it, Tensor) and it.dim() > 0]

@@ -14,6 +14,7 @@ from meshtrain.models.positions import global_places
 from meshtrain.models.tiles import fill_tiles
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.training.optim import build_optimizer, optimizer_over
+from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW, round_at_random
 from tests.parallel.steps import moments, start
 from tests.parity import Case
@@ -51,7 +52,8 @@ def test_two_tensors_take_different_bits() -> None:
 def final_moments(state: Any, steps: int = 300) -> tuple[AdamW, Tensor]:
     parameter = torch.nn.Parameter(torch.zeros(64, 16))
     config = ROUNDED.model_copy(update={"state": state})
-    optimizer = optimizer_over([("weight", parameter)], config, seed=0)
+    named = [("weight", parameter)]
+    optimizer = optimizer_over(named, parameter_groups(named, config), config, seed=0)
     stream = torch.Generator().manual_seed(0)
     for _ in range(steps):
         parameter.grad = torch.randn(parameter.shape, generator=stream)

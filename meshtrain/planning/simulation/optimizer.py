@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.training.optim import optimizer_over, stock_names
+from meshtrain.training.optim import build_optimizer
 
 
 class FakeOptimizer(Optimizer):
@@ -22,13 +22,18 @@ class FakeOptimizer(Optimizer):
     """
 
     def __init__(self, pipeline: Pipeline, config: OptimizerConfig) -> None:
-        fqns, trained = pipeline.canonical_names(), [*pipeline.trainable_parameters()]
-        self._full = [parameter for _, parameter in trained]
-        self._local = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._full]
-        named = zip((fqns[name] for name, _ in trained), self._local, strict=True)
-        self._optimizer = optimizer_over(named, config, seed=0, stock_names=stock_names(pipeline))
+        self._full: list[nn.Parameter] = []
+        self._local: list[nn.Parameter] = []
+        self._optimizer = build_optimizer(pipeline, config, self._plain)
         self.param_groups = self._optimizer.param_groups
         self.state = self._optimizer.state
+
+    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a plain parameter for the local part of one, and remember both."""
+        local = nn.Parameter(local_tensor(parameter.detach()))
+        self._full.append(parameter)
+        self._local.append(local)
+        return local
 
     def states(self) -> list[Tensor]:
         """Return the tensors of the optimizer's state."""
