@@ -1,6 +1,6 @@
 """The plan file: everything about how a model is parallelized, and nothing else."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,25 @@ from meshtrain.errors import ConfigError
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64", "float8"]
 Float8Recipe = Literal["rowwise", "tensorwise", "mxfp8"]
+
+
+class EightBits(NamedTuple):
+    """A number format of products that not all devices multiply in.
+
+    Attributes:
+        setting: of a plan that asks for it.
+        instead: what to do without it.
+    """
+
+    setting: str
+    instead: str
+
+
+EIGHT_BITS = {
+    "float8": EightBits("plan.precision.compute = 'float8'", "compute in bfloat16"),
+    "mxfp8": EightBits("plan.precision.float8.recipe = 'mxfp8'", "take the recipe 'rowwise'"),
+}
+"""By the name that `PrecisionPlan.products` has for them."""
 ContextMethod = Literal["ulysses", "all_gather"]
 ContextOrder = Literal["contiguous", "head_tail"]
 Style = Literal[

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.config.machine import MachineConfig
+from meshtrain.config.plan import EIGHT_BITS
 from meshtrain.config.problems import did_you_mean
 from meshtrain.config.toml import load_machine
 from meshtrain.errors import ConfigError
@@ -15,8 +16,6 @@ NO_MACHINE = "none"
 GIB = 2**30
 # Sizes that the allocators of torch round up to, in bytes.
 CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
-# Number formats that not all GPUs multiply in -> the key of a plan that asks for them.
-EIGHT_BITS = {"float8": "precision.compute", "mxfp8": "precision.float8.recipe"}
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Machine:
         speed = self.config.speed
         if products not in EIGHT_BITS or self.is_cpu or speed is None or products in speed.peak_tflops:
             return
-        instead = "compute in bfloat16" if products == "float8" else "take the recipe rowwise"
+        setting, instead = EIGHT_BITS[products]
         raise ConfigError(
-            f"plan.{EIGHT_BITS[products]} = {products!r}: {self.shown_name} has no rate for it (speed.peak_tflops)",
+            f"{setting}: {self.shown_name} has no rate for {products} (speed.peak_tflops)",
             f"{instead}, or take another machine",
         )
 

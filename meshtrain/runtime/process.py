@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.compat.distributed import default_store, device_types, set_timeouts
+from meshtrain.config.plan import EIGHT_BITS
 from meshtrain.errors import ConfigError, HostError, Problem
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.environment import (
@@ -39,11 +40,8 @@ JOIN_SECONDS = 1800.0
 CONNECT_SECONDS = 60.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
-# Number format of products -> the setting that asks for it, and what multiplies in it.
-CAPABILITIES = {
-    "float8": ("precision.compute = 'float8'", (8, 9)),
-    "mxfp8": ("precision.float8.recipe = 'mxfp8'", (10, 0)),
-}
+# Number format of products -> what multiplies in it.
+CAPABILITIES = {"float8": (8, 9), "mxfp8": (10, 0)}
 _STARTS = itertools.count()
 """Number of process groups that this process has joined. All processes join the same ones."""
 
@@ -93,16 +91,16 @@ def check_number_format(products: str) -> None:
     if products not in CAPABILITIES or not torch.cuda.is_available():
         return
     check_devices()
-    setting, needed = CAPABILITIES[products]
+    (setting, instead), needed = EIGHT_BITS[products], CAPABILITIES[products]
     # A program that has joined has chosen its device, which may be the only one that it sees.
     index = torch.cuda.current_device() if dist.is_initialized() else local_rank_from_environment()
     found = torch.cuda.get_device_capability(index)
     # GPUs of AMD have other formats of 8 bits.
     if found < needed or torch.version.hip is not None:
         raise ConfigError(
-            f"plan.{setting} needs a GPU of NVIDIA with compute capability {'.'.join(map(str, needed))} or higher; "
+            f"{setting} needs a GPU of NVIDIA with compute capability {'.'.join(map(str, needed))} or higher; "
             f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, found))}",
-            "compute in bfloat16" if products == "float8" else "take the recipe rowwise, or compute in bfloat16",
+            instead,
         )
 
 

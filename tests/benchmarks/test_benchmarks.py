@@ -28,6 +28,13 @@ def test_throughput_benchmark_trains_both_sides_in_every_layout() -> None:
     assert all(float(row[-1]) > 0 for row in rows)
 
 
+def test_throughput_benchmark_compiles_both_sides() -> None:
+    options = ("--steps", "1", "--layout", "dp_shard 2", "--compile")
+    _, row = run_benchmark("tests.benchmarks.throughput", *options)
+    assert row[:2] == ["dp_shard", "2"]
+    assert float(row[-1]) > 0
+
+
 def test_startup_benchmark_starts_both_sides_in_every_layout_of_two_ranks() -> None:
     _, *rows = run_benchmark("tests.benchmarks.startup", "--repeat", "1")
     sides = [(layout, side) for layout in LAYOUTS if layout != "1 rank" for side in ("bare", "meshtrain")]

@@ -56,6 +56,31 @@ def test_every_shipped_description_has_devices_of_its_own() -> None:
     assert len(names) == len({*names}) >= len(shipped_machines())
 
 
+@pytest.mark.parametrize(
+    ("name", "products", "message"),
+    [
+        (
+            "a100-80gb",
+            "float8",
+            "plan.precision.compute = 'float8': a100-80gb has no rate for float8 (speed.peak_tflops); compute in "
+            "bfloat16, or take another machine",
+        ),
+        (
+            "h100-80gb",
+            "mxfp8",
+            "plan.precision.float8.recipe = 'mxfp8': h100-80gb has no rate for mxfp8 (speed.peak_tflops); take the "
+            "recipe 'rowwise', or take another machine",
+        ),
+    ],
+)
+def test_machine_without_a_rate_for_a_format_is_refused(name: str, products: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_machine(name, 1).check_number_format(products)
+    assert caught.value.lines == (message,)
+    for other in ("cpu", "b200-192gb"):
+        find_machine(other, 1).check_number_format(products)
+
+
 def test_synchronous_machine_is_a_cpu(tmp_path: Path) -> None:
     cpu = find_machine(machine_file(tmp_path), 2)
     assert (cpu.is_cpu, cpu.granularity) == (True, CPU_GRANULARITY)

@@ -18,6 +18,7 @@ from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
 from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.simulation.run import SimulatedRun
+from meshtrain.planning.speed.rates import dtype_name
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run, run_of
 from tests.planning.measured import Measured, measure
@@ -89,6 +90,13 @@ SMALL = {**MODELS["llama"], "vocab_size": 512, "hidden_size": 64, "intermediate_
 @pytest.mark.parametrize("plan", ["fsdp, float8", "fsdp, mxfp8", "pp x tp, float8, selective"])
 def test_simulated_float8_needs_what_real_float8_needs(plan: str) -> None:
     assert abs(compare_run(make_run("llama", PLANS[plan], microbatches=2, values=SMALL))) <= NEAR
+
+
+@pytest.mark.parametrize(("plan", "format_name"), [("fsdp, float8", "float8"), ("fsdp, mxfp8", "mxfp8")])
+def test_products_of_gpus_have_the_rate_of_their_format(plan: str, format_name: str) -> None:
+    run = replace(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), on_gpus=True)
+    (profiles,) = run_on_ranks(1, simulated, run, joins=False)
+    assert {dtype_name(kind) for kind in profiles[0].work() if kind.name == "_scaled_mm_v2"} == {format_name}
 
 
 def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:

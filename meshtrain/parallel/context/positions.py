@@ -1,6 +1,5 @@
 """Which positions a class gives the tokens of a batch that has none: a trial on a tiny copy."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -37,18 +36,14 @@ def skips_padding(model: PreTrainedModel) -> bool:
             tiny copy does not run.
     """
     tiny = tiny_model(model, 1).eval()
-    inputs, columns = inputs_of(tiny), torch.arange(LENGTH).expand(BATCH, LENGTH)
-    if "attention_mask" not in inspect.signature(type(tiny).forward).parameters:
-        ways = {False: columns}
-    else:
-        pads = torch.ones(BATCH, LENGTH, dtype=torch.long)
-        # Behind one token, which padding sees: attention to nothing is not a number.
-        pads[0, 1 : 1 + PADDED] = 0
-        inputs = {**inputs, "attention_mask": pads}
-        ways = {False: columns, True: tokens_before(pads)}
+    pads = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    # Behind one token, which padding sees: attention to nothing is not a number.
+    pads[0, 1 : 1 + PADDED] = 0
+    inputs = {**inputs_of(tiny), "attention_mask": pads}
+    columns = torch.arange(LENGTH).expand(BATCH, LENGTH)
     with copies_must_run(tiny), torch.no_grad():
         wanted = _logits(tiny, inputs)
-        for skips, positions in ways.items():
+        for skips, positions in ((False, columns), (True, tokens_before(pads))):
             found = _logits(tiny, {**inputs, "position_ids": positions})
             if (found - wanted).abs().max() <= CLOSE * wanted.abs().max():
                 return skips
@@ -61,5 +56,4 @@ def skips_padding(model: PreTrainedModel) -> bool:
 def _logits(tiny: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     """Return the logits of the tokens that are no padding."""
     logits: Tensor = tiny(**inputs, use_cache=False).logits
-    pads = inputs.get("attention_mask")
-    return logits if pads is None else logits[pads.bool()]
+    return logits[inputs["attention_mask"].bool()]
