@@ -27,6 +27,7 @@ from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
+from meshtrain.config.settings import Settings
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError, Problem, reason_of
@@ -72,7 +73,9 @@ def check_directory(config: RunConfig) -> None:
     path = directory / RUN_NAME
     if not path.exists() or not _holds_work(config):
         return
-    there, here = decisive(_read_resolved(path)), decisive(tomllib.loads(dump_toml(config)))
+    # A file from before a key existed lacks it: the run has trained with the default.
+    there = {**_defaults(), **decisive(_read_resolved(path))}
+    here = decisive(tomllib.loads(dump_toml(config)))
     if different := differences(there, here):
         raise ConfigError(
             [
@@ -187,6 +190,14 @@ def decisive(run: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that a resumed run must share, by their full keys."""
     free_tables = tuple(f"{key}." for key in FREE)
     return {key: value for key, value in _flat(run).items() if key not in FREE and not key.startswith(free_tables)}
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the default of each decisive setting that has one, by its full key."""
+    fields = RunConfig.model_fields.items()
+    tables = {name: field.default for name, field in fields if not field.is_required() and field.default is not None}
+    values = {name: it.model_dump(exclude_none=True) if isinstance(it, Settings) else it for name, it in tables.items()}
+    return decisive(values)
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

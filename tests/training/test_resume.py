@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, ShardPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.errors import UserError
-from meshtrain.training.directory import changed_length, write_resolved
+from meshtrain.training.directory import changed_length, check_directory, write_resolved
 from meshtrain.training.run import train_run
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
@@ -206,6 +207,16 @@ def test_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
         "out holds another run; choose another run_directory, resume that run unchanged, or, to continue it with "
         "other settings, change out/run.toml too",
     ]
+
+
+def test_run_of_a_time_before_a_key_resumes(stopped: RunConfig) -> None:
+    path = Path(stopped.run_directory) / "run.toml"
+    written = path.read_text()
+    assert 'name = "adamw"\n' in written
+    path.write_text(written.replace('name = "adamw"\n', "").replace("groups = []\n", ""))
+    check_directory(stopped)
+    lion = stopped.model_copy(update={"optimizer": OptimizerConfig(name="lion", learning_rate=0.01)})
+    assert "out/run.toml: optimizer.name is 'adamw' in that file and 'lion' in this run" in refusal(lion)
 
 
 def refusals_without_permission(config: RunConfig) -> list[str]:
