@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.manifest import SavedGroup, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.storage.directory import list_checkpoints
+from meshtrain.checkpoint.storage.publishing import Retention
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.errors import CheckpointError, TrainingStopped
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import as_local
@@ -20,8 +23,9 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optimizer_state import state_tensors
 from meshtrain.training.saved_optimizer import restore_options
 from meshtrain.training.saving import restore_state, save_state
-from meshtrain.training.state import TrainState
+from meshtrain.training.state import TrainState, saved_tensors
 from meshtrain.verify.parallel import build_step_context
+from tests.checkpoint.stages import manifest_of
 from tests.parallel.steps import start, take_step
 from tests.parity import Case
 from tests.ranks import run_on_ranks
@@ -207,11 +211,6 @@ def test_restored_options_keep_their_types() -> None:
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
     """Save like a run and load with a custom AdamW, first without a model configuration."""
-    from meshtrain.checkpoint.dcp.store import write_checkpoint
-    from meshtrain.checkpoint.storage.publishing import Retention
-    from meshtrain.training.state import saved_tensors
-    from tests.checkpoint.stages import manifest_of
-
     pipeline = start(TP)
     context = build_step_context(pipeline)
     take_step(context, 0)
@@ -230,6 +229,35 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     mine = saved_tensors(pipeline, state.optimizer)
     same = all(torch.equal(local_tensor(mine[key]), local_tensor(tensors[key])) for key in tensors)
     return same and mine.keys() == tensors.keys(), [group["lr"] for group in state.optimizer.param_groups]
+
+
+def load_a_run_with_sgd(root: Path) -> bool:
+    """Save like a run with SGD, and load with that of a program; with AdamW that is refused."""
+    pipeline = start(TP)
+    context = build_step_context(pipeline, OptimizerConfig(name="sgd"))
+    take_step(context, 0)
+    tensors, config = saved_tensors(pipeline, context.optimizer), pipeline.stages[0].model.config
+    changes = {"model_type": config.model_type, "optimizer_name": "sgd"}
+    write_checkpoint(
+        root,
+        tensors,
+        manifest=manifest_of(1).model_copy(update=changes),
+        huggingface=config.save_pretrained,
+        retention=Retention(newest=1),
+    )
+    mine = build_optimizer("SGD", pipeline.named_parameters(), lr=0.25, momentum=0.9)
+    restore_state(root, pipeline, TrainState(pipeline, mine), missing_ok=False)
+    found = saved_tensors(pipeline, mine)
+    other = TrainState(pipeline, build_optimizer("AdamW", pipeline.named_parameters(), lr=0.25))
+    message = "the optimizer is SGD in the checkpoint and AdamW in this program; continue with the same one"
+    with pytest.raises(CheckpointError, match=message):
+        restore_state(root, pipeline, other, missing_ok=False)
+    assert any(key.startswith("optimizer.momentum_buffer.") for key in found)
+    return all(torch.equal(local_tensor(found[key]), local_tensor(tensors[key])) for key in tensors)
+
+
+def test_checkpoint_of_a_run_with_sgd_fills_that_of_a_program(tmp_path: Path) -> None:
+    assert run_on_ranks(2, load_a_run_with_sgd, tmp_path) == [True, True]
 
 
 def test_checkpoint_of_a_run_fills_a_custom_optimizer(tmp_path: Path) -> None:
