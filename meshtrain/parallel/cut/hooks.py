@@ -3,8 +3,7 @@
 They run in training passes only, not while the model is probed on the meta device.
 """
 
-import copy
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import hook_tables
+from meshtrain.models.copying import copy_module
 
 TorchHook = Callable[..., Any]
 
@@ -40,14 +40,20 @@ def has_hooks_on_itself(module: nn.Module) -> bool:
     return any(hook_tables(module))
 
 
-def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
+def copy_with_hooks(model: PreTrainedModel, shared: Iterable[nn.Module] = ()) -> PreTrainedModel:
     """Return a copy of a model whose hooks still refer to the program's own objects.
 
     A hook that refers to a part of the model is copied, and then refers to the part of the copy.
+
+    Args:
+        model: not changed.
+        shared: parts that are not copied. The copy holds the same ones.
     """
     modules = {*model.modules()}
     hooks = (hook for hooks in _all_hooks(model) for hook in hooks.values())
-    return copy.deepcopy(model, {id(hook): hook for hook in hooks if not _belongs_to(hook, modules)})
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _belongs_to(hook, modules)}
+    copied: PreTrainedModel = copy_module(model, memo | {id(it): it for it in shared})
+    return copied
 
 
 def _all_hooks(model: nn.Module) -> Iterator[dict[int, TorchHook]]:

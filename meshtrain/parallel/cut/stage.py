@@ -5,10 +5,8 @@ stages, under the same names. So FQNs, layer indices, masks and positions on eve
 of the stock model.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -196,7 +194,10 @@ def cut(
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
     structure = structure or probe(_traceable(model, compute))
     routes = routes_of(structure, layers_per_stage)
-    return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
+    return [
+        _cut_one(_copy_for(model, layers_per_stage, index), structure, routes[index], layers_per_stage, index)
+        for index in indices
+    ]
 
 
 def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
@@ -211,19 +212,25 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
     """
     structure = probe_structure(model)
     routes = routes_of(structure, layers_per_stage)
-    _, layers = find_layers(model)
-    ends = list(accumulate(layers_per_stage))
     received: Any = ()
     try:
-        for index, (number, end) in enumerate(zip(layers_per_stage, ends, strict=True)):
-            # Layers of other stages become stubs. Copies of them would take longest.
-            far = {id(layer): layer for layer in [*layers[: end - number], *layers[end:]]}
+        for index in range(len(layers_per_stage)):
             with hooks_disabled(model):
-                copied = copy.deepcopy(model, far)
+                copied = _copy_for(model, layers_per_stage, index)
             stage = _cut_one(copied, structure, routes[index], layers_per_stage, index)
             received = run_probe(stage, received)
     except MISFITS as error:
         raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
+
+
+def _copy_for(model: PreTrainedModel, layers_per_stage: Sequence[int], index: int) -> PreTrainedModel:
+    """Return a copy of a model in which the layers of other stages are those of the model.
+
+    They become stubs. Copies of them would take longest.
+    """
+    _, layers = find_layers(model)
+    first = sum(layers_per_stage[:index])
+    return copy_with_hooks(model, [*layers[:first], *layers[first + layers_per_stage[index] :]])
 
 
 def run_probe(stage: Stage, received: Sequence[Tensor]) -> Any:

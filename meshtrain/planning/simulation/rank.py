@@ -62,7 +62,10 @@ class Watch:
     def __init__(self, recorder: Recorder, pipeline: Pipeline) -> None:
         self.recorder, self._pipeline = recorder, pipeline
         pipeline.activity.listener = self._enter
-        recorder.hold((_local(p) for _, p in pipeline.named_parameters()), Role.PARAMETERS)
+        # While FSDP2 has parameters gathered, they are not among those of the modules.
+        self._parameters = [parameter for _, parameter in pipeline.named_parameters()]
+        self._sharded = [module for stage in pipeline.stages for module in fsdp_modules(stage.model)]
+        recorder.hold(map(_local, self._parameters), Role.PARAMETERS)
         for stage in pipeline.stages:
             recorder.hold(stage.model.buffers(), Role.BUFFERS)
             self._watch_layers(stage)
@@ -77,12 +80,10 @@ class Watch:
     def find_gradients(self) -> None:
         """Give gradients and gathered parameters their roles."""
         recorder = self.recorder
-        for stage in self._pipeline.stages:
-            for module in fsdp_modules(stage.model):
-                recorder.hold(map(_local, unreduced_gradients(module)), Role.UNREDUCED)
-                recorder.hold(map(_local, gathered_parameters(module)), Role.GATHERED)
-        # While FSDP2 has parameters gathered, these gradients are among those above.
-        gradients = [p.grad for _, p in self._pipeline.named_parameters() if p.grad is not None]
+        for module in self._sharded:
+            recorder.hold(map(_local, unreduced_gradients(module)), Role.UNREDUCED)
+            recorder.hold(map(_local, gathered_parameters(module)), Role.GATHERED)
+        gradients = [it.grad for it in self._parameters if it.grad is not None]
         recorder.hold(map(_local, gradients), Role.GRADIENTS)
 
     def _watch_layers(self, stage: Stage) -> None:
