@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
 from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerName
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError, Problem, reason_of
@@ -70,6 +71,17 @@ class SavedOptimizer(Settings):
     """Those of the scalars that are Python numbers instead of tensors."""
 
 
+class SavedBase(Settings):
+    """The frozen model that adapters were trained on. A checkpoint does not hold it."""
+
+    lora: LoraConfig
+    """The adapters."""
+    path: str
+    """The Hugging Face directory, or hub id, that it was loaded from."""
+    checksum: str
+    """Checksum of its parameters, as the run has them; it is the same on every mesh."""
+
+
 class Manifest(Settings):
     """What the tensors of a checkpoint belong to."""
 
@@ -110,6 +122,8 @@ class Manifest(Settings):
     """Stock FQN -> number format in which it is exported, whatever that of the others."""
     fused: tuple[FusedParameter, ...] = ()
     """Stock parameters that are kept in parts."""
+    base: SavedBase | None = None
+    """What the adapters were trained on, for a checkpoint that holds adapters alone."""
     tied: dict[str, str] = Field(default_factory=dict)
     """Stock FQN of a tied head -> FQN under which the weight is kept."""
     evaluation_loss: float | None = None

@@ -44,12 +44,14 @@ def export(
     ],
     folder: Annotated[Path, _argument("FOLDER", "The folder to write.")],
     dtype: DtypeOption = "original",
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters", help="Add LoRA adapters to the weights, and write the full model.")
+    ] = False,
 ) -> None:
-    """Write a Hugging Face model. The stock from_pretrained loads it."""
-    from meshtrain.checkpoint.huggingface.export import export_checkpoint
-    from meshtrain.checkpoint.storage.location import open_location
+    """Write a Hugging Face model, or adapters for peft. The stock from_pretrained loads it."""
+    from meshtrain.inference.lora import export as export_model
 
-    export_checkpoint(open_location(checkpoint), folder, dtype=dtype)
+    export_model(checkpoint, folder, dtype=dtype, merge_adapters=merge_adapters)
 
 
 @app.command()

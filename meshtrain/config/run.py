@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -229,6 +230,7 @@ class RunConfig(Settings):
     from it and is printed."""
     model: ModelConfig
     data: DataConfig = DataConfig()
+    lora: LoraConfig = NO_LORA
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
     router: RouterConfig = STOCK_ROUTER
@@ -260,6 +262,27 @@ class RunConfig(Settings):
             raise ConfigError(
                 f"`optimizer.state` = 'bfloat16' is for parameters in float32, found {parameters!r}",
                 "leave it out, or set plan.precision.parameters = 'float32'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_of_weights(self) -> Self:
+        if self.lora.rank is None:
+            return self
+        if self.model.weights != "pretrained":
+            raise ConfigError(
+                f"`lora.rank` = {self.lora.rank} trains adapters beside frozen weights, and `model.weights` is "
+                f"{self.model.weights!r}",
+                'set `model.weights` = "pretrained"',
+            )
+        if self.model.enlarge_vocabulary:
+            raise ConfigError(
+                "`model.enlarge_vocabulary` = true adds rows that should train, and `lora.rank` freezes them",
+                "leave out one of them",
+            )
+        if self.router.bias_update_rate:
+            raise ConfigError(
+                "`router.bias_update_rate` changes the model, which `lora.rank` freezes", "leave out one of them"
             )
         return self
 

@@ -19,13 +19,16 @@ from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config, stored_generation_config
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.lora import make_adapters
 from meshtrain.models.refusals import refusal_reason
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.location import Location
 from meshtrain.runtime.mesh import init_mesh
+from meshtrain.training.frozen_base import load_base
 from meshtrain.training.state import load_weights_of
 
 
@@ -97,10 +100,25 @@ def find_model_source(source: str, stack: ExitStack) -> ModelSource:
     )
 
 
-def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelPlan, device: torch.device) -> Pipeline:
+def pipeline_from(
+    source: ModelSource,
+    config: PretrainedConfig,
+    plan: ParallelPlan,
+    device: torch.device,
+    *,
+    with_base: bool = True,
+) -> Pipeline:
     """Lay a model out on the processes. Collective.
 
     Its number format is the one that the manifest, or else the configuration, names.
+
+    Args:
+        source: the model.
+        config: of the model.
+        plan: how the model is laid out.
+        device: of this process.
+        with_base: of a checkpoint that holds adapters alone: whether the model beside them gets
+            values.
 
     Raises:
         PlanError: if the plan does not fit the model or the number of processes.
@@ -118,11 +136,18 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
     # Any length that all axes divide: generation itself divides no sequence.
     length = 2 * plan.mesh.cp * plan.mesh.tp
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, length), world_size)
+    base = None if source.manifest is None else source.manifest.base
+    adapters = {} if base is None else make_adapters(model, base.lora)
+    check_adapters_of(model, adapters, plan)
     mesh = init_mesh(plan.mesh, device.type)
-    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
+    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device, adapters=adapters)
     if (generation := stored_generation_config(source.directory)) is not None:
         pipeline.set_generation_config(generation)
-    if source.is_checkpoint:
+    if base is not None:
+        if with_base:
+            load_base(source.location, base, pipeline)
+        load_weights_of(source.location, pipeline, trained_only=True)
+    elif source.is_checkpoint:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_weights_of(source.location, pipeline)

@@ -8,10 +8,14 @@ from transformers import PretrainedConfig
 from meshtrain.models.layer_config import config_of_layer
 
 
-def matmul_parameters(module: nn.Module) -> float:
+def matmul_parameters(module: nn.Module, *, trained_only: bool = False) -> float:
     """Count the parameters that a token is multiplied with: matrices without lookup tables.
 
     Of experts that are stacked in one parameter, only the share that a router chooses is counted.
+
+    Args:
+        module: of a model.
+        trained_only: whether frozen parameters are left out.
     """
     chosen = _chosen_experts(module)
     return sum(
@@ -20,8 +24,13 @@ def matmul_parameters(module: nn.Module) -> float:
         if not isinstance(child, nn.Embedding)
         for name, parameter in child.named_parameters(recurse=False)
         # The biases of stacked experts form a matrix too, but are only added.
-        if parameter.dim() >= 2 and not name.endswith("bias")
+        if parameter.dim() >= 2 and not name.endswith("bias") and (parameter.requires_grad or not trained_only)
     )
+
+
+def _flops_of_matrices(module: nn.Module) -> float:
+    # 2 forward and 2 for the gradient of the input, and 2 for that of a parameter that trains.
+    return 4.0 * matmul_parameters(module) + 2.0 * matmul_parameters(module, trained_only=True)
 
 
 def _chosen_experts(layer: nn.Module) -> int | None:
@@ -54,15 +63,16 @@ def flops_of_layers(layers: Iterable[nn.Module], config: PretrainedConfig, seque
 def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_length: int) -> float:
     """Return the FLOPs per token of one decoder layer, forward and backward.
 
-    They are 6 per matrix parameter that the token is multiplied with (2 forward, 4 backward). A
-    model with attention heads adds 12 * seq * width / 2 for causal attention scores and values.
+    They are 6 per matrix parameter that the token is multiplied with (2 forward, 4 backward), or 4
+    if it is frozen. A model with attention heads adds 12 * seq * width / 2 for causal attention
+    scores and values.
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return 6.0 * matmul_parameters(layer) + 6.0 * sequence_length * heads * head_dim
+    return _flops_of_matrices(layer) + 6.0 * sequence_length * heads * head_dim
 
 
 def flops_of_modules(modules: Iterable[nn.Module]) -> float:
@@ -70,4 +80,4 @@ def flops_of_modules(modules: Iterable[nn.Module]) -> float:
 
     Such modules are projections and the head.
     """
-    return 6.0 * sum(map(matmul_parameters, modules))
+    return sum(map(_flops_of_matrices, modules))

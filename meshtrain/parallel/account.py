@@ -7,6 +7,8 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.optimizer import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
+from meshtrain.models.adapters import adapter_parameters, adapters_held_by
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.borders import StageRoutes
@@ -24,8 +27,9 @@ from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import fsdp_split
+from meshtrain.parallel.tensor.adapters import dims_of_adapters
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
-from meshtrain.parallel.tensor.rules import resolve_rules
+from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class Message:
 
 
 def account(
-    model: PreTrainedModel, plan: ParallelPlan, optimizer: OptimizerConfig = STOCK_OPTIMIZER
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    optimizer: OptimizerConfig = STOCK_OPTIMIZER,
+    adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
@@ -87,15 +94,20 @@ def account(
         model: the stock model on meta. It is not changed.
         plan: resolved.
         optimizer: of the run.
+        adapters: LoRA layers that were taken off the model. They are not changed.
     """
-    kept = optimizer.state_bytes(_width(plan.precision.parameters))
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
-    dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
+    rules = resolve_rules(full, plan.tensor) if plan.mesh.tp > 1 else TensorRules()
+    dims = {**rules.sharded_dims, **(dims_of_adapters(full, adapters, rules) if plan.mesh.tp > 1 else {})}
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, dims, kept) for stage, owner in zip(stages, owners, strict=True)]
+    shares = []
+    for stage, owner in zip(stages, owners, strict=True):
+        own = adapter_parameters(adapters_held_by(stage.model, adapters))
+        shares.append(_share(stage, owner, plan, _Held(dict(stage.model.named_parameters()), own, dims), optimizer))
+    return shares
 
 
 def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
@@ -162,10 +174,29 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], kept: int) -> StageShare:
-    parameters = dict(stage.model.named_parameters())
-    local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
-    width = _width(plan.precision.parameters)
+class _Held(NamedTuple):
+    """The parameters of a stage.
+
+    Attributes:
+        own: FQN -> parameter of the model.
+        of_adapters: FQN -> parameter of an adapter.
+        dims: FQN -> the dimension that tensor parallelism divides.
+    """
+
+    own: Mapping[str, nn.Parameter]
+    of_adapters: Mapping[str, nn.Parameter]
+    dims: Mapping[str, int]
+
+
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, optimizer: OptimizerConfig) -> StageShare:
+    experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
+    parameters = {**held.own, **held.of_adapters}
+    local = {
+        name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
+        for name, parameter in parameters.items()
+    }
+    sizes = {name: local[name] * parameter.itemsize for name, parameter in parameters.items()}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
@@ -175,28 +206,27 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
         has_embedding=stage.is_first,
         has_head=stage.is_last,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        num_local_parameters=local,
-        parameter_bytes=local * width,
-        gradient_bytes=local * width,
-        optimizer_bytes=local * kept,
+        num_local_parameters=sum(local.values()),
+        parameter_bytes=sum(sizes.values()),
+        gradient_bytes=sum(sizes[name] for name in trained),
+        optimizer_bytes=sum(local[name] * optimizer.state_bytes(it.itemsize) for name, it in trained.items()),
     )
 
 
-def _width(dtype: str) -> int:
-    """Return the bytes of a number."""
-    return torch.finfo(getattr(torch, dtype)).bits // 8
-
-
-def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[str, int]) -> list[int]:
+def _local_shape(parameter: nn.Parameter, plan: ParallelPlan, dim: int | None, *, of_experts: bool) -> list[int]:
     """Return the shape of the largest shard of a parameter.
 
     The shards are equal, but the last ones may be smaller.
+
+    Args:
+        parameter: the full one.
+        plan: resolved.
+        dim: the dimension that tensor parallelism divides.
+        of_experts: whether its first dimension counts experts, which ep divides.
     """
-    shape = list(model.get_parameter(name).shape)
-    dim = dims.get(name)
+    shape = list(parameter.shape)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
-    of_experts = plan.mesh.ep > 1 and name in expert_parameters(model)
     shape, split, axes = fsdp_split(shape, plan.mesh, tp_dim=dim, of_experts=of_experts)
     if shape:
         shape[split] = -(-shape[split] // plan.mesh.degree(*axes))

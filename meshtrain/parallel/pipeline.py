@@ -20,6 +20,7 @@ from meshtrain.compat.schedules import leave_gathering_to_fsdp
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
+from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.context.parts import ContextParallel
@@ -148,6 +149,16 @@ class Pipeline:
             with originals_in_place(stage.model, stage.copies_of_far_originals()):
                 names = {name: stage.tied.get(name, name) for name, _ in stage.named_parameters()}
                 initialize_weights(stage.model, seed=seed, names=names)
+
+    def initialize_adapters(self, seed: int) -> None:
+        """Fill the LoRA adapters alone with initial values, the same on every mesh.
+
+        Args:
+            seed: of the run.
+        """
+        for stage in self.stages:
+            with without_adapters(stage.model) as layers:
+                initialize_adapters(stage.model, layers, seed=seed)
 
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Set the defaults that `generate` uses."""

@@ -14,6 +14,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
+from meshtrain.training.frozen_base import FrozenBase
 from meshtrain.training.history import StepHistory
 from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
@@ -38,6 +39,7 @@ class Run:
         hooks: receive the events of the run, and hold the state that is passed to them.
         saver: writes the checkpoints of the run.
         lock: keeps other runs out of the folders of this one.
+        base: the frozen model of adapters.
     """
 
     identity: Identity
@@ -47,6 +49,7 @@ class Run:
     hooks: Hooks
     saver: Saver
     lock: RunLock
+    base: FrozenBase
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -111,6 +114,7 @@ def build_run(
         hooks=Hooks(state, (MetricsHook(), LinesHook(), lock, *hooks)),
         saver=saver,
         lock=lock,
+        base=FrozenBase(config),
     )
 
 
@@ -128,6 +132,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
         seed=config.seed,
         device=process.device,
         router=config.router,
+        adapters=identity.resolved.adapters,
     )
     return StepContext(
         pipeline=pipeline,

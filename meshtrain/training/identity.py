@@ -7,16 +7,18 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.dcp.reading import read_metadata
-from meshtrain.checkpoint.huggingface.export import list_stock_tensors
+from meshtrain.checkpoint.huggingface.export import list_saved_tensors
 from meshtrain.checkpoint.huggingface.layout import saved_tensors_of
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.storage.location import errors_in_one_line, local_path, shown_location
+from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
@@ -88,6 +90,7 @@ class Identity:
             "optimizer.name": manifest.optimizer_name,
             "plan.precision.parameters": manifest.dtype,
             **manifest.order,
+            **_lora_values(NO_LORA if manifest.base is None else manifest.base.lora),
             **self._model_values(checkpoint),
         }
         here = {
@@ -96,6 +99,7 @@ class Identity:
             "optimizer.name": self.config.optimizer.name,
             "plan.precision.parameters": self.plan.precision.parameters,
             **self._order,
+            **_lora_values(self.config.lora),
             **_values(self.hf_config),
         }
         problems = kind_differences(manifest, self.hf_config, PLACES) or differences(there, here, PLACES)
@@ -120,11 +124,16 @@ class Identity:
             return _values(load_hf_config(saved))
 
     def _tensor_differences(self, checkpoint: Location, manifest: Manifest) -> list[str]:
-        tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
+        tensors = list_saved_tensors(checkpoint, read_metadata(checkpoint), manifest)
         there = {name: tensor.shape for name, tensor in tensors.items()}
-        here = {name: tuple(tensor.shape) for name, tensor in saved_tensors_of(self.resolved.model).items()}
+        adapters = adapter_parameters(self.resolved.adapters)
+        here = {name: tuple(it.shape) for name, it in (adapters or saved_tensors_of(self.resolved.model)).items()}
         different = differences(there, here, PLACES)
         return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
+
+
+def _lora_values(config: LoraConfig) -> dict[str, Any]:
+    return {f"lora.{name}": value for name, value in config.model_dump().items()}
 
 
 def _values(config: PretrainedConfig) -> dict[str, Any]:

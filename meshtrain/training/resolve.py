@@ -4,25 +4,31 @@
 """
 
 import inspect
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.huggingface.whole import whole_layout
+from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.tokenizer import open_tokenizer
 from meshtrain.errors import ConfigError, DataError, ModelError
+from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.dtypes import DTYPES
+from meshtrain.models.lora import make_adapters
 from meshtrain.models.rotary import constant_length
 from meshtrain.models.whole.folder import described_half, files_identity, is_local, whole_folder
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
 from meshtrain.training.parameter_groups import group_problems
@@ -38,7 +44,8 @@ class ResolvedRun:
     Attributes:
         config: the run as it was read; its plan still has -1, `auto`, `balanced` and `even`.
         hf_config: the Hugging Face configuration of the model.
-        model: the stock model on the meta device.
+        model: the stock model on the meta device. It is frozen if there are adapters.
+        adapters: LoRA layers that were taken off the model, by the FQN of their base.
         plan: the plan with the rules of the family, and without open settings.
         batch: shape of the batches.
         half: where the model is in a multimodal one, if it is the language half of one.
@@ -50,6 +57,7 @@ class ResolvedRun:
     plan: ParallelPlan
     batch: BatchShape
     half: LanguageHalf | None = None
+    adapters: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def exported_config(self, end_id: int) -> PretrainedConfig:
         """Return the Hugging Face configuration that an exported model has.
@@ -96,13 +104,37 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         data.pad_to_multiple_of,
         separates=data.documents == "separate",
     )
+    half = _find_half(hf_config)
+    adapters = _adapters(config, model, half)
     ties = model.all_tied_weights_keys
-    trained = [ties.get(name, name) for name, _ in model.named_parameters()]
-    if problems := group_problems(config.optimizer, trained, ties):
+    trained = [ties.get(name, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if problems := group_problems(config.optimizer, [*trained, *adapter_parameters(adapters)], ties):
         raise ConfigError(problems)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
-    return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))
+    check_adapters_of(model, adapters, plan)
+    return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
+
+
+def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | None) -> Mapping[str, nn.Module]:
+    """Return the adapters of a run, and freeze its model if there are any.
+
+    Raises:
+        UserError: for adapters that the model, or what it starts from, cannot have.
+    """
+    if config.lora.rank is None:
+        return {}
+    if half is not None:
+        raise ModelError(
+            "lora.rank: the model is the language half of a multimodal one, in which its adapters have other names",
+            "train the full model: leave out `lora`",
+        )
+    if config.model.path is not None and (Path(config.model.path) / MANIFEST_NAME).is_file():
+        raise ConfigError(
+            f"lora.rank: model.path = {config.model.path} is a checkpoint, which no other program can put adapters on",
+            "export it, and set model.path to the exported directory",
+        )
+    return make_adapters(model, config.lora)
 
 
 def _find_half(hf_config: PretrainedConfig) -> LanguageHalf | None:

@@ -54,7 +54,11 @@ def set_values(run: Run, found: Found | None) -> None:
         _give_first_values(run)
         return
     checkpoint, manifest = found
-    _restore_buffers(run.pipeline)
+    if run.base.exists:
+        _give_first_values(run)
+        run.base.check(checkpoint, manifest)
+    else:
+        _restore_buffers(run.pipeline)
     _restore(run, checkpoint, manifest)
     run.dataset.check_steps(run.num_steps, len(run.context.history.left_out))
     console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
@@ -80,7 +84,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     run.saver.finish()
     notify_of_saved(run)
     run.lock.check()
-    tensors, manifest = take_snapshot(run.pipeline, run.state)
+    tensors, manifest = take_snapshot(run.pipeline, run.state, trained_only=run.base.exists)
     history = run.context.history
     own = {
         "skipped_steps": history.num_skipped,
@@ -88,6 +92,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "history": history.saved(),
         "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
         "evaluation_loss": evaluation_loss,
+        "base": run.base.saved(),
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
     run.saver.save(tensors, manifest, run.identity.write_huggingface)
@@ -149,7 +154,7 @@ def rewind(run: Run, bad: BadStep) -> None:
 
 
 def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
-    restore_snapshot(checkpoint, manifest, run.pipeline, run.state)
+    restore_snapshot(checkpoint, manifest, run.pipeline, run.state, trained_only=run.base.exists)
     run.context.loss_scale.restore(manifest.loss_scale)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
@@ -160,6 +165,8 @@ def _give_first_values(run: Run) -> None:
     config, pipeline = run.config, run.pipeline
     if config.model.weights == "pretrained":
         _load_pretrained(config, pipeline)
+        pipeline.initialize_adapters(config.seed)
+        run.base.read(pipeline)
         return
     pipeline.initialize(config.seed)
 

@@ -22,7 +22,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.models.positions import global_places, mix
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
-from meshtrain.runtime.agreement import raise_together
+from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size
 
 ADVICE = (
@@ -96,6 +96,19 @@ def check_parameters(pipeline: Pipeline) -> ParameterReport:
     raise_together(_advised(problems), TrainingStopped)
     total = sum(one.checksum for one in held if not one.is_copy) % 2**64
     return ParameterReport(f"{total:016x}", tuple(one.name for one in held if one.is_copy))
+
+
+def frozen_checksum(pipeline: Pipeline) -> str:
+    """Return the checksum of the frozen parameters, which does not depend on the mesh. Collective.
+
+    It has 16 hexadecimal digits.
+    """
+    checksums = _whole_checksums(pipeline).tolist()
+    frozen = {name for name, parameter in pipeline.named_parameters() if not parameter.requires_grad}
+    names = [name for name, _ in pipeline.named_parameters()]
+    held = _gather_stages(pipeline, dict(zip(names, checksums, strict=True)))
+    every = {name for answer in gather_objects(frozen) for name in answer}
+    return f"{sum(one.checksum for one in held if not one.is_copy and one.name in every) % 2**64:016x}"
 
 
 def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:

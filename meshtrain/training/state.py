@@ -19,6 +19,7 @@ from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.compat.operators import norms
 from meshtrain.errors import CheckpointError, Problem, TrainingStopped, name_some
+from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
@@ -62,11 +63,12 @@ class Snapshot(NamedTuple):
     """Describes model, step and values; the caller adds its own fields."""
 
 
-def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
+def take_snapshot(pipeline: Pipeline, state: TrainState, *, trained_only: bool = False) -> Snapshot:
     """Collect what a checkpoint of a state holds. Collective.
 
     Args:
         pipeline: the pipeline of `state.model`.
+        trained_only: whether frozen parameters and buffers are left out.
 
     Raises:
         CheckpointError: the same on all processes: step or values cannot be saved, or differ
@@ -75,9 +77,11 @@ def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
     """
     step, values = _agreed_step_and_values(state)
     _reshard(pipeline)
-    tensors = saved_tensors(pipeline, state.optimizer)
+    tensors = saved_tensors(pipeline, state.optimizer, trained_only=trained_only)
     check_finite(step, tensors)
-    own = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
+    own: dict[str, Any] = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
+    if trained_only:
+        own["fused"] = tuple(entry for entry in pipeline.fused if is_adapter_parameter(entry.name))
     return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
 
 
@@ -87,6 +91,8 @@ def restore_snapshot(
     pipeline: Pipeline,
     state: TrainState,
     optimizer: SavedOptimizer | None = None,
+    *,
+    trained_only: bool = False,
 ) -> None:
     """Fill a state in place from an intact checkpoint, saved on any mesh. Collective.
 
@@ -94,64 +100,84 @@ def restore_snapshot(
         manifest: the manifest of the checkpoint.
         pipeline: the pipeline of `state.model`.
         optimizer: describes the optimizer that was saved; None: the optimizer of a run.
+        trained_only: as it was saved.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
             model.
     """
     _reshard(pipeline)
-    load_state(checkpoint, pipeline, state.optimizer, optimizer)
+    load_state(checkpoint, pipeline, state.optimizer, optimizer, trained_only=trained_only)
     pipeline.rotary_length.restore(manifest.rotary_length)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
 
-def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
+def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return checkpoint key -> the tensor that this process adds to a checkpoint.
 
     The copy of a tied weight on another stage is left out.
+
+    Args:
+        pipeline: with values.
+        optimizer: of its parameters.
+        trained_only: whether frozen parameters and buffers are left out.
     """
-    owned = pipeline.owned_parameters()
+    owned = {name: it for name, it in pipeline.owned_parameters().items() if it.requires_grad or not trained_only}
     weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
-    buffers = {key: buffer for entry in _buffers(pipeline) for key, buffer in entry.items()}
+    kept = [] if trained_only else _buffers(pipeline)
+    buffers = {key: buffer for entry in kept for key, buffer in entry.items()}
     return {**weights, **state_tensors(optimizer, owned), **buffers}
 
 
 @torch.no_grad()
 def load_state(
-    checkpoint: Location, pipeline: Pipeline, optimizer: Optimizer | None, saved: SavedOptimizer | None = None
+    checkpoint: Location,
+    pipeline: Pipeline,
+    optimizer: Optimizer | None,
+    saved: SavedOptimizer | None = None,
+    *,
+    trained_only: bool = False,
 ) -> None:
     """Fill parameters and optimizer states from an intact checkpoint. Collective.
 
     Args:
         saved: describes the optimizer that was saved; None: the optimizer of a run.
+        trained_only: as it was saved.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
             model.
     """
-    fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
+    fqns = pipeline.canonical_names()
+    parameters = {name: it for name, it in pipeline.named_parameters() if it.requires_grad or not trained_only}
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
-    wanted, duplicates = _without_duplicates([*models, *state.tensors, *_buffers(pipeline)])
+    buffers = [] if trained_only else _buffers(pipeline)
+    wanted, duplicates = _without_duplicates([*models, *state.tensors, *buffers])
     restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()
 
 
 @torch.no_grad()
-def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
+def load_weights_of(checkpoint: Location, pipeline: Pipeline, *, trained_only: bool = False) -> None:
     """Fill the weights alone from a checkpoint. Collective.
 
     Values are cast to the number format that the parameters have here.
+
+    Args:
+        checkpoint: saved on any mesh.
+        pipeline: whose parameters and buffers are filled.
+        trained_only: whether the checkpoint holds those alone that train.
 
     Raises:
         CheckpointError: the same on all processes: files are missing or damaged, or they hold
             another model.
     """
     fqns = pipeline.canonical_names()
-    parameters = pipeline.named_parameters()
+    parameters = [(name, it) for name, it in pipeline.named_parameters() if it.requires_grad or not trained_only]
     weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
-    wanted, duplicates = _without_duplicates([*weights, *_buffers(pipeline)])
+    wanted, duplicates = _without_duplicates([*weights, *([] if trained_only else _buffers(pipeline))])
     restore_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_duplicates(duplicates)
 

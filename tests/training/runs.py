@@ -138,8 +138,9 @@ def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, 
         mesh = context.pipeline.mesh
         place = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
         reads = context.pipeline.has_first_stage or context.pipeline.has_last_stage
-        tokens = batch["input_ids"].tolist()
-        seen.append({"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": tokens, "reads": reads})
+        tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+        ids = sample_ids.tolist()
+        seen.append({"step": step, "ids": ids, "place": place, "tokens": tokens, "labels": labels, "reads": reads})
         return step_of_product(context, step, batch, sample_ids)
 
     loop.train_step = spy

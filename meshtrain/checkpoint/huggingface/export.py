@@ -111,18 +111,28 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     """Return stock name -> tensor of the stock model, in an order that does not depend on the mesh.
 
     Raises:
+        CheckpointError: if the checkpoint does not hold what its manifest names, or holds adapters.
+    """
+    found = list_saved_tensors(source, metadata, manifest)
+    if any(map(is_adapter_parameter, found)):
+        raise CheckpointError(
+            f"{source} holds LoRA adapters, which are not part of a stock model",
+            "load it into the adapted model (meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, "
+            "folder, merge_adapters=True)",
+        )
+    return found
+
+
+def list_saved_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> dict[str, StockTensor]:
+    """Return stock name -> tensor as `list_stock_tensors` does, also for adapters.
+
+    Raises:
         CheckpointError: if the checkpoint does not hold what its manifest names.
     """
     shapes = {
         key.removeprefix(MODEL_PREFIX): tuple(entry.size)
         for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
     }
-    if any(map(is_adapter_parameter, shapes)):
-        raise CheckpointError(
-            f"{source} holds LoRA adapters, which are not part of a stock model",
-            "load it into the adapted model (meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, "
-            "folder, merge_adapters=True)",
-        )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
         raise CheckpointError(
             Problem(f"{source} lacks parts that its manifest names: {name_some(absent)}", USE_ANOTHER)

@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import mix_in
-from meshtrain.config.plan import Style
+from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.adapters import adapters_of
-from meshtrain.models.fused import UnfusedProjection
+from meshtrain.models.copying import copy_module
+from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
 from meshtrain.parallel.tensor.context import ModuleContext
 from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, Region, identity
-from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tensor.shared_keys import share_rotary_key
 from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
@@ -58,6 +60,47 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
             problems[Problem(found, "set lora_dropout = 0, or tensor.sequence_parallel = false")] = None
     if problems:
         raise PlanError(problems)
+
+
+def check_adapters_of(model: PreTrainedModel, layers: Mapping[str, nn.Module], plan: ParallelPlan) -> None:
+    """Check as `check_adapters` does, before the model is changed.
+
+    Args:
+        model: stock, with the adapters taken off. It is not changed.
+        layers: the LoRA layers, by the FQN of their base.
+        plan: resolved.
+
+    Raises:
+        PlanError: with one line for each pattern of modules that cannot be cut.
+    """
+    if layers and plan.mesh.tp > 1:
+        unfused = _unfused(model, plan)
+        check_adapters(unfused, layers, resolve_rules(unfused, plan.tensor), is_split=plan.tensor.sequence_parallel)
+
+
+def dims_of_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules) -> dict[str, int]:
+    """Return FQN of a weight of A or B -> the dimension that tensor parallelism divides.
+
+    Args:
+        model: unfused, with the adapters taken off.
+        layers: the LoRA layers, by the FQN of their base.
+        rules: of the model.
+    """
+    dims = {}
+    for name, layer in layers.items():
+        cut = _cut_of([rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))])
+        for adapter, _, _ in adapters_of(layer):
+            if cut == "columns":
+                dims[f"{name}.lora_B.{adapter}.weight"] = 0
+            elif cut == "rows":
+                dims[f"{name}.lora_A.{adapter}.weight"] = 1
+    return dims
+
+
+def _unfused(model: PreTrainedModel, plan: ParallelPlan) -> PreTrainedModel:
+    copied: PreTrainedModel = copy_module(model, {})
+    unfuse(copied, plan.tensor.fused)
+    return copied
 
 
 def _draws_apart(row: StyleRow) -> bool:

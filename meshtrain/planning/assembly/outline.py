@@ -6,15 +6,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
+from meshtrain.models.adapters import unfuse_adapters
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.borders import StageRoutes, Stages
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.experts.stacks import expert_parameters
+from meshtrain.parallel.tensor.adapters import dims_of_adapters
 from meshtrain.parallel.tensor.head_share import Heads, uneven_heads
 from meshtrain.parallel.tensor.rules import resolve_rules
 from meshtrain.planning.assembly.layers import NEAREST, fewest_layers, likes
@@ -26,6 +30,7 @@ from meshtrain.planning.simulation.models import (
     full_model,
     layer_kinds,
     layer_parameters,
+    run_adapters,
 )
 from meshtrain.planning.simulation.run import SimulatedRun
 
@@ -90,6 +95,8 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     Raises:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
+    if not all_layers and _names_layers(run.lora):
+        raise LayersNeededError("lora.target_modules names a layer by its number")
     full = full_model(run)
     parameters = layer_parameters(full)
     precision, every = run.plan.precision, run.plan.recompute.every
@@ -106,10 +113,11 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         for layers in stages
     ]
     model = build_run_model(replace(run, layers=tuple(layer for layers in kept for layer in layers)))
-    unfuse(model, run.plan.tensor.fused)
+    adapters = run_adapters(run, model)
+    unfuse_adapters(adapters, model, unfuse(model, run.plan.tensor.fused))
     few = with_layers(run, kept)
     structure, routes = _borders(few, leaves_out=stages != kept)
-    shapes = _shapes(model, few.plan, structure)
+    shapes = _shapes(model, adapters, few.plan, structure)
     problem = None if structure is None else stream_problem(structure.trace)
     if problem is not None and stages != kept:
         raise LayersNeededError(problem)
@@ -199,9 +207,18 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
     return index == 0, index == num_stages - 1, len(route.received), *parts
 
 
-def _shapes(model: PreTrainedModel, plan: ParallelPlan, structure: Structure | None) -> list[frozenset[Shape]]:
+def _names_layers(lora: LoraConfig) -> bool:
+    return any(_NUMBER.fullmatch(target) for target in lora.target_modules if isinstance(lora.target_modules, list))
+
+
+def _shapes(
+    model: PreTrainedModel, adapters: Mapping[str, nn.Module], plan: ParallelPlan, structure: Structure | None
+) -> list[frozenset[Shape]]:
     """Return the shapes of the parameters of each stage."""
-    dims = resolve_rules(model, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
+    dims = {}
+    if plan.mesh.tp > 1:
+        rules = resolve_rules(model, plan.tensor)
+        dims = {**rules.sharded_dims, **dims_of_adapters(model, adapters, rules)}
     numbers = plan.pipeline.layer_counts
     of_experts = expert_parameters(model)
     stages = None if structure is None else Stages(structure.trace, numbers, structure.layers_name)
@@ -209,4 +226,8 @@ def _shapes(model: PreTrainedModel, plan: ParallelPlan, structure: Structure | N
     for name, parameter in model.named_parameters(remove_duplicate=False):
         index = 0 if stages is None else stages.of_parameter(name)
         found[index].add(Shape(tuple(parameter.shape), dims.get(name), name in of_experts))
+    for base, layer in adapters.items():
+        index = 0 if stages is None else stages.of_parameter(f"{base}.weight")
+        for kind, parameter in layer.named_parameters():
+            found[index].add(Shape(tuple(parameter.shape), dims.get(f"{base}.{kind}")))
     return [*map(frozenset, found)]

@@ -8,12 +8,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.copying import copy_module
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.fused import unfuse
+from meshtrain.models.lora import make_adapters
 from meshtrain.parallel.account import Message, messages, messages_between
 from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.kinds import kinds_of
@@ -75,6 +77,11 @@ def layer_parameters(full: PreTrainedModel) -> tuple[Hashable, ...]:
 def build_run_model(run: SimulatedRun) -> PreTrainedModel:
     """Return a copy of the model of a run, with the layers that exist in the run."""
     return _copy_of(full_model(run), run.layers)
+
+
+def run_adapters(run: SimulatedRun, model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the LoRA layers of a run, taken off its model, which is frozen then."""
+    return {} if run.lora.rank is None else make_adapters(model, run.lora)
 
 
 def _copy_of(full: PreTrainedModel, layers: Sequence[int] | None) -> PreTrainedModel:

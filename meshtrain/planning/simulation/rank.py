@@ -32,7 +32,7 @@ from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.float8.product import products_as_on_gpus
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
-from meshtrain.planning.simulation.models import build_run_model, shared_structure
+from meshtrain.planning.simulation.models import build_run_model, run_adapters, shared_structure
 from meshtrain.planning.simulation.no_passes import without_passes
 from meshtrain.planning.simulation.optimizer import FakeOptimizer
 from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
@@ -193,6 +193,7 @@ def _record(
 ) -> AnyRecorder:
     plan = run.plan
     model = build_run_model(run)
+    adapters = run_adapters(run, model)
     with fake_process_group(rank, plan.mesh.world_size), ExitStack() as stack:
         fake = fake_tensors()
         quick = QuickFakeTensors(fake)
@@ -204,6 +205,7 @@ def _record(
             seed=0,
             device=torch.device("cpu"),
             router=run.router,
+            adapters=adapters,
             allocation=quick,
             structure=shared_structure(run),
         )

@@ -1,0 +1,47 @@
+"""LoRA: small adapters that train beside a frozen model."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshtrain.config.settings import Count, Positive, Settings
+from meshtrain.errors import ConfigError
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters (LoRA): the model is frozen, and only small matrices beside its projections
+    train. Needs `pip install meshtrain[lora]`."""
+
+    rank: Count | None = None
+    """Number of rows of A and of columns of B: an adapter adds B A to the weight of a projection.
+    Left out: no adapters, and the full model trains."""
+    alpha: Positive | None = None
+    """The product is multiplied by alpha / rank. Left out: the rank, so that the factor is 1."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout of the input of an adapter."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Projections that have an adapter: the ends of their names, such as ["q_proj", "v_proj"].
+    "all-linear": all of them but the head."""
+    rank_stabilized: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_rank(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given and given.get("rank") is None:
+            raise ConfigError(
+                f"`lora` sets {', '.join(f'`{key}`' for key in given)}, but without `lora.rank` there are no adapters",
+                "set it, for example `rank` = 16",
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Self:
+        if isinstance(self.target_modules, list):
+            twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
+            if twice:
+                raise ConfigError(f"`target_modules` names {twice[0]!r} twice", "leave one out")
+        return self
+
+
+NO_LORA = LoraConfig()

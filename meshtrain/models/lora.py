@@ -1,0 +1,89 @@
+"""Give a model the LoRA adapters that a run asks for."""
+
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.config.lora import LoraConfig
+from meshtrain.errors import ConfigError, Problem
+from meshtrain.models.adapters import adapter_parameters, take_off_adapters
+from meshtrain.models.patterns import nearest
+
+
+def make_adapters(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
+    """Freeze a model, and make its adapters, on the meta device.
+
+    Args:
+        model: stock, on the meta device. It stays a stock model, but every parameter is frozen.
+        config: with a rank.
+
+    Returns:
+        FQN of the stock module -> peft's layer without its base layer, as of `take_off_adapters`.
+        Adapters have the number format of the model, but at least float32.
+
+    Raises:
+        ConfigError: if peft is not installed, or a target is no projection of the model.
+        ModelError: for adapters that cannot be computed in parallel.
+    """
+    adapted_model(model, config)
+    adapters = take_off_adapters(model)
+    # peft leaves the number format of adapters on meta as it is.
+    wanted = model.dtype if model.dtype.itemsize >= torch.float32.itemsize else torch.float32
+    for parameter in adapter_parameters(adapters).values():
+        parameter.data = parameter.data.to(wanted)
+    return adapters
+
+
+def adapted_model(model: PreTrainedModel, config: LoraConfig) -> Any:
+    """Return peft's model around a stock one, which it changes. As for `make_adapters`."""
+    check_installed()
+    from peft import LoraConfig as PeftConfig  # noqa: PLC0415 - an optional package, which loads slowly
+    from peft import get_peft_model  # noqa: PLC0415
+
+    _check_targets(model, config)
+    assert config.rank is not None, "the run has no adapters"
+    alpha: Any = config.rank if config.alpha is None else config.alpha
+    asked = PeftConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        use_rslora=config.rank_stabilized,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings(), torch.device("meta"):
+        # peft still reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        return get_peft_model(model, asked)
+
+
+def check_installed() -> None:
+    """Check that peft is installed.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("`lora.rank` is set, but peft is not installed", "pip install meshtrain[lora]")
+
+
+def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+    # peft ignores a name that matches nothing if another one matches.
+    if config.target_modules == "all-linear":
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    problems = [
+        Problem(f"lora.target_modules: {target!r} is the end of no module's name{nearest(target, _ends(names))}")
+        for target in config.target_modules
+        if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _ends(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))

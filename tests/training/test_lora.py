@@ -1,0 +1,230 @@
+"""LoRA adapters of a run: exact on every mesh, saved alone, resumed, exported and refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from meshtrain.config.lora import LoraConfig
+from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.toml import load_run
+from meshtrain.errors import CheckpointError, ConfigError, UserError
+from meshtrain.inference.lora import export
+from meshtrain.models.adapters import initialize_adapters, without_adapters
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.account import account
+from meshtrain.runtime.ranks import RankError
+from meshtrain.training.resolve import resolve_run
+from tests.casts import lift_float32_casts
+from tests.ranks import run_on_ranks
+from tests.training.runs import (
+    GPT2,
+    LLAMA_TEXT,
+    QWEN3,
+    RUN_TEXT,
+    VOCABULARY,
+    Mesh,
+    build_plan,
+    build_run,
+    read_checkpoint,
+    steps_of,
+    train_here,
+    write_text,
+)
+
+LORA = LoraConfig(rank=4, alpha=8)
+MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 2)]
+
+
+def write_base(directory: Path, *, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **QWEN3)).save_pretrained(directory / "base")
+
+
+def lora_run(directory: Path, mesh: Mesh, *, name: str = "run", lora: LoraConfig = LORA, **changes: Any) -> RunConfig:
+    run = build_run(directory / name, "qwen3", build_plan(mesh), **changes)
+    model = ModelConfig(path=str(directory / "base"), weights="pretrained")
+    return run.model_copy(update={"model": model, "lora": lora})
+
+
+def train(run: RunConfig) -> list[float]:
+    """Train on as many ranks as the plan needs, and return the losses."""
+    run_on_ranks(run.plan.mesh.world_size, train_here, run, joins=False)
+    return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
+
+
+def stock_losses(run: RunConfig) -> list[float]:
+    """Train peft's own model as the run does, on the tokens that the run sees, in one process."""
+    seen = train_here(run)
+    base = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float64)
+    asked = PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, asked).double()
+    with without_adapters(base) as layers:
+        initialize_adapters(base, layers, seed=run.seed)
+    config = run.optimizer
+    betas = config.beta1, config.beta2
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=config.learning_rate, betas=betas, eps=config.epsilon, weight_decay=config.weight_decay
+    )
+    found = []
+    for step in seen:
+        logits = model(input_ids=torch.tensor(step["tokens"])).logits
+        loss = cross_entropy(logits.flatten(0, 1), torch.tensor(step["labels"]).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_gradient_norm)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_every_mesh_trains_as_peft_does_in_one_process(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    (wanted,) = run_on_ranks(1, stock_losses, lora_run(tmp_path, (1, 1, 1, 1), name="one", steps=3), joins=False)
+    for number, mesh in enumerate(MESHES):
+        found = train(lora_run(tmp_path, mesh, name=f"run{number}", steps=3))
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_run_resumes_on_other_meshes_and_saves_adapters_alone(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    lora = LoraConfig(rank=4, target_modules=["q_proj", "down_proj"], rank_stabilized=True)
+    wanted = train(lora_run(tmp_path, (1, 1, 1, 1), name="whole", lora=lora, steps=4))
+    for steps, mesh in zip((1, 2, 4), MESHES[1:], strict=False):
+        found = train(lora_run(tmp_path, mesh, lora=lora, steps=steps))
+    assert found == pytest.approx(wanted, rel=1e-12)
+    assert all("lora_" in name for name in read_checkpoint(tmp_path / "run"))
+
+
+def test_dropout_of_adapters_is_that_of_the_step(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    lora = LoraConfig(rank=4, dropout=0.25)
+    wanted = train(lora_run(tmp_path, (1, 1, 1, 2), name="whole", lora=lora, steps=2))
+    for steps in (1, 2):
+        found = train(lora_run(tmp_path, (1, 1, 1, 2), lora=lora, steps=steps))
+    assert found == wanted
+    assert found[1] != train(lora_run(tmp_path, (1, 1, 1, 2), name="dry", steps=2))[1]
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(2, 34)[None]).logits
+
+
+def test_export_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    train(lora_run(tmp_path, (1, 1, 1, 2), steps=3))
+    export(str(tmp_path / "run"), tmp_path / "adapters")
+    export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    before = logits_of(base)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapters")).double()
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
+    assert (before - logits_of(merged)).abs().max() > 0.01
+
+
+def test_parts_of_a_fused_projection_are_exported_as_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **GPT2)).save_pretrained(tmp_path / "base")
+    train(lora_run(tmp_path, (1, 1, 1, 2), steps=2))
+    export(str(tmp_path / "run"), tmp_path / "adapters")
+    export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
+    base = GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapters")).double().eval()
+    merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
+
+
+def refusal(run: RunConfig) -> UserError:
+    with pytest.raises(RankError) as caught:
+        train(run)
+    assert isinstance(caught.value.original, UserError)
+    return caught.value.original
+
+
+def test_other_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    train(lora_run(tmp_path, (1, 1, 1, 1), steps=1))
+    # The settings that it started with are compared first.
+    (tmp_path / "run/run.toml").unlink()
+    other = refusal(lora_run(tmp_path, (1, 1, 1, 1), steps=2, lora=LoraConfig(rank=8)))
+    assert "lora.rank is 4 in the checkpoint and 8 in this run" in str(other)
+    write_base(tmp_path, seed=1)
+    changed = refusal(lora_run(tmp_path, (1, 1, 1, 1), steps=2))
+    assert isinstance(changed, CheckpointError)
+    assert "its adapters were trained on other weights than those in" in str(changed)
+    with pytest.raises(CheckpointError, match="trained on other weights"):
+        export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_merging_a_full_model_is_refused(tmp_path: Path) -> None:
+    train(build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), steps=1))
+    with pytest.raises(CheckpointError, match="holds a full model, and no adapters; leave it out"):
+        export(str(tmp_path / "run"), tmp_path / "out", merge_adapters=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["lora.alpha=8"], "`lora` sets `alpha`, but without `lora.rank` there are no adapters; set it"),
+        (["lora.rank=4"], "`lora.rank` = 4 trains adapters beside frozen weights, and `model.weights` is 'random'"),
+        (["lora.rank=0"], "lora.rank"),
+        (["lora.rank=4", "lora.dropout=1.0"], "lora.dropout"),
+    ],
+)
+def test_contradictory_settings_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    (tmp_path / "run.toml").write_text(RUN_TEXT + LLAMA_TEXT)
+    with pytest.raises(ConfigError) as caught:
+        load_run(str(tmp_path / "run.toml"), keys)
+    assert message in str(caught.value)
+
+
+def test_unknown_target_is_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    run = lora_run(tmp_path, (1, 1, 1, 1), lora=LoraConfig(rank=4, target_modules=["q_proj", "v_prj"]))
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(run)
+    assert caught.value.lines == (
+        "lora.target_modules: 'v_prj' is the end of no module's name; the nearest is 'v_proj'",
+    )
+
+
+def test_adapters_are_counted(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    resolved = resolve_run(lora_run(tmp_path, (1, 1, 1, 2)))
+    (share,) = account(resolved.model, resolved.plan, resolved.config.optimizer, resolved.adapters)
+    pipeline_bytes = run_on_ranks(2, held_bytes, lora_run(tmp_path, (1, 1, 1, 2)))[0]
+    assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
+
+
+def held_bytes(run: RunConfig) -> tuple[int, int, int]:
+    """Return the bytes of parameters, gradients and optimizer state on this rank."""
+    from meshtrain.parallel import build_pipeline
+    from meshtrain.runtime.mesh import init_mesh
+
+    lift_float32_casts()
+    resolved = resolve_run(run)
+    mesh = init_mesh(resolved.plan.mesh, "cpu")
+    pipeline = build_pipeline(
+        resolved.model,
+        mesh,
+        resolved.plan,
+        micro_batch_size=1,
+        seed=0,
+        device=torch.device("cpu"),
+        adapters=resolved.adapters,
+    )
+    sizes = [local_tensor(p).nbytes for _, p in pipeline.named_parameters()]
+    gradients = sum(local_tensor(p).nbytes for _, p in pipeline.trainable_parameters())
+    return sum(sizes), gradients, 2 * gradients
