@@ -1,6 +1,6 @@
 """LoRA: small adapters that train beside a frozen model."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,15 +25,17 @@ class LoraConfig(Settings):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _needs_rank(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given and given.get("rank") is None:
+    @model_validator(mode="after")
+    def _needs_rank(self) -> Self:
+        # A resolved run file has every key, with its default.
+        fields = type(self).model_fields.items()
+        changed = [f"`{name}`" for name, field in fields if getattr(self, name) != field.default]
+        if self.rank is None and changed:
             raise ConfigError(
-                f"`lora` sets {', '.join(f'`{key}`' for key in given)}, but without `lora.rank` there are no adapters",
+                f"`lora` sets {', '.join(changed)}, but without `lora.rank` there are no adapters",
                 "set it, for example `rank` = 16",
             )
-        return given
+        return self
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:

@@ -58,6 +58,8 @@ def adapted_model(model: PreTrainedModel, config: LoraConfig) -> Any:
     with warnings.catch_warnings(), torch.device("meta"):
         # peft still reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        # It sets what a Conv1D needs, and says so.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         return get_peft_model(model, asked)
 
 

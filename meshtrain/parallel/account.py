@@ -195,8 +195,10 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, optimize
         name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
         for name, parameter in parameters.items()
     }
-    sizes = {name: local[name] * parameter.itemsize for name, parameter in parameters.items()}
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    # Adapters have a number format of their own.
+    width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
+    widths = {name: held.of_adapters[name].itemsize if name in held.of_adapters else width for name in parameters}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
@@ -207,9 +209,9 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, optimize
         has_head=stage.is_last,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_local_parameters=sum(local.values()),
-        parameter_bytes=sum(sizes.values()),
-        gradient_bytes=sum(sizes[name] for name in trained),
-        optimizer_bytes=sum(local[name] * optimizer.state_bytes(it.itemsize) for name, it in trained.items()),
+        parameter_bytes=sum(local[name] * widths[name] for name in parameters),
+        gradient_bytes=sum(local[name] * widths[name] for name in trained),
+        optimizer_bytes=sum(local[name] * optimizer.state_bytes(widths[name]) for name in trained),
     )
 
 

@@ -10,6 +10,7 @@ from meshtrain.config.plan import ContextMethod, ParallelPlan
 from meshtrain.config.toml import plan_hash
 from meshtrain.console import BYTES_PER_MB
 from meshtrain.errors import name_some
+from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account, messages
@@ -62,6 +63,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
         ("mesh", plan.mesh.described(only_wide=False)),
     ]
+    if resolved.adapters:
+        rows.insert(1, ("adapters", _adapters(resolved)))
     if plan.mesh.pp > 1:
         layers = plan.pipeline.layers_per_stage
         rows.append(("pipeline", f"{plan.pipeline.schedule}, layers per stage {layers}"))
@@ -93,6 +96,14 @@ def plan_table(resolved: ResolvedRun) -> Table:
     chunk = plan.loss.size
     rows.append(("loss", f"logits in chunks of {chunk:,} tokens" if chunk else "all logits at once"))
     return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
+
+
+def _adapters(resolved: ResolvedRun) -> str:
+    """Return what trains beside a frozen model."""
+    lora, number = resolved.config.lora, sum(it.numel() for it in adapter_parameters(resolved.adapters).values())
+    share = number / (number + resolved.model.num_parameters())
+    modules = name_some(sorted({name.rpartition(".")[2] for name in resolved.adapters}), limit=8)
+    return f"LoRA of rank {lora.rank} on {modules}: {number:,} parameters train ({share:.2%}), the model is frozen"
 
 
 def _shard(plan: ParallelPlan) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.huggingface.whole import whole_layout
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
@@ -122,6 +123,12 @@ def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | No
     Raises:
         UserError: for adapters that the model, or what it starts from, cannot have.
     """
+    manifest = _checkpoint_of(config)
+    if manifest is not None and manifest.base is not None:
+        raise ModelError(
+            f"model.path = {config.model.path} holds adapters alone",
+            "export it with --merge-adapters, and set model.path to the exported directory",
+        )
     if config.lora.rank is None:
         return {}
     if half is not None:
@@ -129,12 +136,19 @@ def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | No
             "lora.rank: the model is the language half of a multimodal one, in which its adapters have other names",
             "train the full model: leave out `lora`",
         )
-    if config.model.path is not None and (Path(config.model.path) / MANIFEST_NAME).is_file():
+    if manifest is not None:
         raise ConfigError(
             f"lora.rank: model.path = {config.model.path} is a checkpoint, which no other program can put adapters on",
             "export it, and set model.path to the exported directory",
         )
     return make_adapters(model, config.lora)
+
+
+def _checkpoint_of(config: RunConfig) -> Manifest | None:
+    """Return the manifest of the checkpoint that a run starts from; None for another start."""
+    path = config.model.path
+    is_checkpoint = path is not None and config.model.weights == "pretrained" and (Path(path) / MANIFEST_NAME).is_file()
+    return read_manifest(Path(str(path))) if is_checkpoint else None
 
 
 def _find_half(hf_config: PretrainedConfig) -> LanguageHalf | None:

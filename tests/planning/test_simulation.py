@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
@@ -109,6 +110,17 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
 def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName) -> None:
     run = make_run("llama", PLANS["fsdp"], microbatches=2, values=SMALL)
     assert abs(compare_run(replace(run, optimizer=OptimizerConfig(name=name)))) <= NEAR
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp", "pp"])
+def test_simulated_adapters_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, lora=LoraConfig(rank=8)))) <= NEAR
+
+
+def test_layers_with_adapters_are_put_together() -> None:
+    run = make_run("llama", PLANS["pp x tp, float8, selective"], values={**SMALL, "num_hidden_layers": 16})
+    run_on_ranks(1, compare_ranks, replace(run, lora=LoraConfig(rank=8)), joins=False, timeout=300)
 
 
 def test_compiled_layers_are_simulated_as_they_are_written() -> None:

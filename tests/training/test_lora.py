@@ -1,5 +1,6 @@
 """LoRA adapters of a run: exact on every mesh, saved alone, resumed, exported and refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from meshtrain.config.lora import LoraConfig
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
-from meshtrain.errors import CheckpointError, ConfigError, UserError
+from meshtrain.errors import CheckpointError, ConfigError, ModelError, UserError
 from meshtrain.inference.lora import export
+from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import account
@@ -39,6 +43,7 @@ from tests.training.runs import (
 )
 
 LORA = LoraConfig(rank=4, alpha=8)
+CONTEXT = MeshPlan(cp=2, dp_shard=1)
 MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 2)]
 
 
@@ -91,6 +96,21 @@ def test_every_mesh_trains_as_peft_does_in_one_process(tmp_path: Path) -> None:
     for number, mesh in enumerate(MESHES):
         found = train(lora_run(tmp_path, mesh, name=f"run{number}", steps=3))
         assert found == pytest.approx(wanted, rel=1e-12)
+    run = lora_run(tmp_path, MESHES[0], name="context", steps=3)
+    found = train(run.model_copy(update={"plan": run.plan.model_copy(update={"mesh": CONTEXT})}))
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_adapters_of_a_model_in_bfloat16_train_in_float32(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    precision = PrecisionPlan(parameters="bfloat16", compute="bfloat16", reduce="float32")
+    run = lora_run(tmp_path, (1, 1, 2, 1), steps=2)
+    train(run.model_copy(update={"plan": run.plan.model_copy(update={"precision": precision})}))
+    formats = {name.rpartition(".")[2]: it.dtype for name, it in read_checkpoint(tmp_path / "run").items()}
+    assert formats == {"weight": torch.float32}
+    resumed = lora_run(tmp_path, (1, 1, 1, 2), steps=3)
+    losses = train(resumed.model_copy(update={"plan": resumed.plan.model_copy(update={"precision": precision})}))
+    assert losses[2] < losses[0]
 
 
 def test_run_resumes_on_other_meshes_and_saves_adapters_alone(tmp_path: Path) -> None:
@@ -151,6 +171,10 @@ def refusal(run: RunConfig) -> UserError:
     return caught.value.original
 
 
+def merge(run: Path, folder: Path) -> None:
+    export(str(run), folder, merge_adapters=True)
+
+
 def test_other_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     write_base(tmp_path)
     train(lora_run(tmp_path, (1, 1, 1, 1), steps=1))
@@ -162,9 +186,29 @@ def test_other_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     changed = refusal(lora_run(tmp_path, (1, 1, 1, 1), steps=2))
     assert isinstance(changed, CheckpointError)
     assert "its adapters were trained on other weights than those in" in str(changed)
-    with pytest.raises(CheckpointError, match="trained on other weights"):
-        export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
+    with pytest.raises(RankError, match="trained on other weights"):
+        run_on_ranks(1, merge, tmp_path / "run", tmp_path / "merged", joins=False)
     assert not (tmp_path / "merged").exists()
+
+
+def test_run_from_adapters_alone_is_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    train(lora_run(tmp_path, (1, 1, 1, 1), steps=1))
+    model = ModelConfig(path=str(tmp_path / "run/checkpoints/step-1"), weights="pretrained")
+    run = build_run(tmp_path / "next", "qwen3", build_plan((1, 1, 1, 1))).model_copy(update={"model": model})
+    with pytest.raises(ModelError, match="step-1 holds adapters alone; export it with --merge-adapters"):
+        resolve_run(run)
+
+
+def test_text_is_generated_from_adapters_beside_their_base(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    train(lora_run(tmp_path, (1, 1, 1, 1), steps=3))
+    export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "merged" / name, tmp_path / "base")
+    decoding = Decoding(8, temperature=0.0)
+    texts = [generate_texts(str(tmp_path / name), ["model reads"], decoding) for name in ("run", "merged", "base")]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_merging_a_full_model_is_refused(tmp_path: Path) -> None:

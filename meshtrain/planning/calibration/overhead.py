@@ -12,6 +12,7 @@ from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.planning.simulation.models import run_adapters
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
@@ -31,6 +32,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         attention=run.attention,
         trust_remote_code=run.trust_remote_code,
     )
+    adapters = run_adapters(run, model)
     pipeline = build_pipeline(
         model,
         init_mesh(plan.mesh, device.type),
@@ -39,6 +41,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         seed=0,
         device=device,
         router=run.router,
+        adapters=adapters,
     )
     pipeline.initialize(0)
     rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
