@@ -105,6 +105,51 @@ def convert_checkpoint(
 
 
 @app.command()
+def evaluate(
+    source: Annotated[
+        str,
+        _argument(
+            "CHECKPOINT", "A checkpoint, a run directory for its newest one, or a Hugging Face model. May be a URL."
+        ),
+    ],
+    tasks: Annotated[
+        str, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, with commas.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--task-folder", metavar="DIR", help="A folder with tasks of your own.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Number of examples in a prompt; left out: as the task says.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of documents of each task; left out: all.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered at once.")] = 8,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the scores as JSON.")] = None,
+) -> None:
+    """Evaluate a model on tasks of lm-evaluation-harness.
+
+    To use several processes, start torchrun and pass a plan or its keys.
+    """
+    from meshtrain.config.toml import load_plan
+
+    how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
+    if out is not None:
+        check_writable("--out", out)
+    from meshtrain.inference.evaluation import Tasks, evaluate_tasks
+
+    names = tuple(name.strip() for name in tasks.split(","))
+    wanted = Tasks(names, folder, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
+    evaluate_tasks(source, wanted, how, out)
+
+
+@app.command()
 def generate(
     source: Annotated[
         str,

@@ -57,7 +57,6 @@ def generate_on_mesh(
         DataError: for tokens that the model does not know.
         ModelError: under a pipeline, for a cache that holds anything but keys and values.
     """
-    models = [stage.model for stage in pipeline.stages]
     _check(pipeline, inputs, options)
     # The streamer is not compared: one process alone may show the text while it is generated.
     given = {name: value for name, value in options.items() if name != "streamer"}
@@ -65,6 +64,29 @@ def generate_on_mesh(
     if axis_size(pipeline.mesh, *FSDP_AXES) > 1:
         # All gather each other's shards at every forward pass, so all must run the same number.
         options.setdefault("synced_gpus", True)
+    with _as_one(pipeline) as model:
+        return (stock or model.generate)(inputs, **options)
+
+
+@torch.no_grad()
+def logits_on_mesh(pipeline: Pipeline, ids: Tensor) -> Tensor:
+    """Return the logits of a parallel model, in evaluation mode. Collective.
+
+    Args:
+        pipeline: with one stage or several.
+        ids: token ids (batch, seq), the same on all processes of one model.
+
+    Returns:
+        (batch, seq, vocab), the same on all processes of one model.
+    """
+    with _as_one(pipeline) as model:
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@contextmanager
+def _as_one(pipeline: Pipeline) -> Iterator[Any]:
+    """Yield a model in evaluation mode that has full logits on all processes."""
+    models = [stage.model for stage in pipeline.stages]
     with _at_rest(models), ExitStack() as stack:
         if pipeline.plan.compile.enabled or pipeline.mesh.device_type == "cuda":
             # A layer would be compiled again for every token, because the length of the cache
@@ -73,8 +95,7 @@ def generate_on_mesh(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if pipeline.num_stages == 1 and pipeline.logits_are_sharded:
             stack.callback(models[0].register_forward_hook(partial(_join_logits, pipeline)).remove)
-        model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
-        return (stock or model.generate)(inputs, **options)
+        yield as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
 
 
 def _join_logits(pipeline: Pipeline, model: Any, args: object, output: Any) -> None:
