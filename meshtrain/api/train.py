@@ -13,6 +13,7 @@ from meshtrain.profiling.known_machine import known_machine
 from meshtrain.profiling.prediction_file import NoPrediction
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.runtime.process import check_devices
+from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.run import Ending, train_run
@@ -64,7 +65,16 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
             hook.predict(resolved)
 
     first: Sequence[Hook] = predicting or [NoPrediction()]
-    return train_run(config, [*first, *_profile_hooks(config), *own], before_joining)
+    return train_run(config, [*first, *_profile_hooks(config), *own], before_joining, _evaluators(config))
+
+
+def _evaluators(config: RunConfig) -> Sequence[Evaluator]:
+    """Return what evaluates the model between steps, besides the loss on validation data."""
+    if not config.tasks.names and not config.samples.prompts:
+        return []
+    from meshtrain.inference.run_evaluators import evaluators_of  # noqa: PLC0415 - loads generation
+
+    return evaluators_of(config)
 
 
 def _prediction_hooks(config: RunConfig) -> "list[PredictionHook]":

@@ -18,7 +18,7 @@ class LoraConfig(Settings):
     alpha: Positive | None = None
     """The product is multiplied by alpha / rank. Left out: the rank, so that the factor is 1."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout of the input of an adapter."""
+    """Probability that an element of the input of an adapter is dropped."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Projections that have an adapter: the ends of their names, such as ["q_proj", "v_proj"].
     "all-linear": all of them but the head."""

@@ -18,6 +18,7 @@ PATHS = (
     ("data", "sources", "*", "train"),
     ("data", "sources", "*", "validation"),
     ("data", "cache_directory"),
+    ("tasks", "folder"),
 )
 CORPUS_PATHS = (
     ("directory",),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.evaluation import SamplesConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
@@ -235,6 +236,8 @@ class RunConfig(Settings):
     learning_rate: LearningRateConfig = LearningRateConfig()
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
+    tasks: TasksConfig = TasksConfig()
+    samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -108,18 +108,18 @@ def generate_texts(
         found = find_model_source(source, stack)
         if plan is None and not found.is_checkpoint:
             tokenizer, model = _stock(found)
-            batch = _encode(tokenizer, prompts, found, model.config, decoding)
-            return _write(tokenizer, model.generate, batch, options, model.device, decoding.seed)
+            batch = encode(tokenizer, prompts, str(found), model.config, decoding.max_new_tokens)
+            return write_texts(tokenizer, model.generate, batch, options, model.device, decoding.seed)
         check_devices()
         tokenizer, config = found.tokenizer(), found.config()
-        batch = _encode(tokenizer, prompts, found, config, decoding)
+        batch = encode(tokenizer, prompts, str(found), config, decoding.max_new_tokens)
         device = stack.enter_context(process_group())
         pipeline = pipeline_from(found, config, plan or ParallelPlan(), device)
 
         def generate(ids: Tensor, **given: Any) -> Tensor:
             return generate_on_mesh(pipeline, ids, **given)
 
-        return _write(tokenizer, generate, batch, options, device, decoding.seed)
+        return write_texts(tokenizer, generate, batch, options, device, decoding.seed)
 
 
 def _stock(found: ModelSource) -> tuple[Any, Any]:
@@ -155,19 +155,30 @@ def _auto_class(found: ModelSource) -> Any:
     return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
 
 
-def _encode(
-    tokenizer: Any, prompts: Sequence[str], found: ModelSource, config: PretrainedConfig, decoding: Decoding
+def encode(
+    tokenizer: Any, prompts: Sequence[str], where: str, config: PretrainedConfig, max_new_tokens: int
 ) -> dict[str, Tensor]:
-    """Return the tokens and the mask of the prompts, left-padded: (prompts, seq) each."""
+    """Return the tokens and the mask of the prompts, left-padded: (prompts, seq) each.
+
+    Args:
+        tokenizer: of transformers.
+        prompts: not empty.
+        where: what messages call the folder of the tokenizer.
+        config: of the model.
+        max_new_tokens: number of tokens that follow a prompt.
+
+    Raises:
+        ModelError: for a tokenizer that makes no tokens.
+        UserError: for more tokens than the model has positions.
+    """
     rows: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
     if not all(rows):
         # transformers makes a tokenizer without a vocabulary if the files are missing.
-        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens", "check that its files are there")
+        raise ModelError(f"the tokenizer in {where} turns the prompt into no tokens", "check that its files are there")
     width, limit = max(map(len, rows)), most_positions(config)
-    if limit is not None and width + decoding.max_new_tokens > limit:
+    if limit is not None and width + max_new_tokens > limit:
         raise UserError(
-            f"a prompt of {width} tokens with {decoding.max_new_tokens} more is asked for, but the model has {limit} "
-            "positions",
+            f"a prompt of {width} tokens with {max_new_tokens} more is asked for, but the model has {limit} positions",
             f"ask for at most {max(limit - width, 0)} or shorten the prompt",
         )
     padding = _padding(tokenizer)
@@ -183,7 +194,7 @@ def _padding(tokenizer: Any) -> int:
     return next(token for token in known if token is not None)
 
 
-def _write(
+def write_texts(
     tokenizer: Any,
     generate: Callable[..., Tensor],
     batch: dict[str, Tensor],
@@ -191,6 +202,16 @@ def _write(
     device: torch.device,
     seed: int,
 ) -> list[str]:
+    """Return prompts with their continuations. The random states stay as they are.
+
+    Args:
+        tokenizer: of transformers.
+        generate: takes token ids and the arguments of transformers' `generate`.
+        batch: as `encode` returns it.
+        options: arguments of `generate`.
+        device: that computes.
+        seed: of the draws.
+    """
     ids, mask = batch["ids"].to(device), batch["attention_mask"].to(device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
+from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.frozen_base import FrozenBase
 from meshtrain.training.history import StepHistory
 from meshtrain.training.hooks import Hook, Hooks, RunState
@@ -40,6 +41,7 @@ class Run:
         saver: writes the checkpoints of the run.
         lock: keeps other runs out of the folders of this one.
         base: the frozen model of adapters.
+        evaluators: evaluate the model between steps.
     """
 
     identity: Identity
@@ -50,6 +52,7 @@ class Run:
     saver: Saver
     lock: RunLock
     base: FrozenBase
+    evaluators: Sequence[Evaluator] = ()
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -83,12 +86,19 @@ class Run:
 
 
 def build_run(
-    identity: Identity, dataset: Dataset, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
+    identity: Identity,
+    dataset: Dataset,
+    num_steps: int,
+    process: Process,
+    lock: RunLock,
+    hooks: Sequence[Hook],
+    evaluators: Sequence[Evaluator] = (),
 ) -> Run:
     """Build a run whose parameters have no values yet. Collective.
 
     Args:
         hooks: the user's hooks; they are called after the built-in ones.
+        evaluators: evaluate the model between steps.
     """
     config = identity.config
     context = _build_step_context(identity, num_steps, process)
@@ -115,6 +125,7 @@ def build_run(
         saver=saver,
         lock=lock,
         base=FrozenBase(config),
+        evaluators=evaluators,
     )
 
 

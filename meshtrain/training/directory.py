@@ -46,6 +46,8 @@ FREE = (
     "epochs",
     "micro_batch_size",
     "evaluation",
+    "tasks",
+    "samples",
     "checkpoint",
     "logging",
     "stop_after",

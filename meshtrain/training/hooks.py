@@ -43,6 +43,7 @@ class RunState(TrainState):
         epoch_ends: whether the step of `on_step` is the last one of its epoch, or of the run.
         note: information that is not a metric. At the start: the checksum of the parameters, or the
             bad step that the run was rewound for. At a bad step that was skipped: what was wrong.
+            At an evaluation: the texts of `[samples]`.
         saved: the checkpoint of `on_checkpoint`; None while it is still being written in the
             background.
         stopped_by: at the end: what asked to stop; None if all steps are done.
@@ -113,7 +114,11 @@ class Hook:
         """Handle a finished step. The metrics are those of step `state.step`, over all ranks."""
 
     def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
-        """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token."""
+        """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token.
+
+        It is called again for the scores of `[tasks]`, and for `[samples]`, which are in
+        `state.note`.
+        """
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
         """Handle a checkpoint of step `state.saved.step`, stored in `state.saved.directory`.
@@ -151,9 +156,9 @@ class Hooks:
         """Notify the hooks of a step."""
         self._notify("on_step", metrics, note=note, epoch_ends=epoch_ends)
 
-    def evaluation(self, metrics: Metrics) -> None:
+    def evaluation(self, metrics: Metrics, note: Mapping[str, Any] = NOTHING) -> None:
         """Notify the hooks of an evaluation."""
-        self._notify("on_evaluation", metrics)
+        self._notify("on_evaluation", metrics, note=note)
 
     def checkpoint(self, metrics: Metrics, saved: Saved | None) -> None:
         """Notify the hooks of a checkpoint."""

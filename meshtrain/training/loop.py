@@ -19,6 +19,7 @@ from meshtrain.runtime.garbage_collection import freeze_objects, frozen_objects_
 from meshtrain.runtime.mesh import axis_size, data_rank
 from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.build import Run
+from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING
 from meshtrain.training.metrics import memory_bytes
@@ -256,17 +257,20 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     Returns:
         The same, or why a process was asked to stop meanwhile; 0 after the last step.
     """
-    step, loss, is_saved = run.state.step, None, False
+    step, loss, is_saved, due = run.state.step, None, False, []
     is_last = step == run.num_steps
     if is_last or not stop_reason:
         if run.dataset.validation and _is_due(run, run.config.evaluation.every):
             loss = _evaluate(run)
+        due = [evaluator for evaluator in run.evaluators if _is_due(run, evaluator.every)]
+        for evaluator in due:
+            _evaluate_with(run, evaluator)
         if is_saved := _is_due(run, run.config.checkpoint.every):
             save(run, step, loss)
     if is_last:
         return 0
-    if is_saved or loss is not None:
-        # Both may take long. A request to stop that has come meanwhile must not wait for a step.
+    if is_saved or loss is not None or due:
+        # All of them may take long. A request to stop that has come meanwhile must not wait.
         stop_reason = _agreed_reason(run)
     if stop_reason and not is_saved:
         save(run, step, loss)
@@ -295,6 +299,12 @@ def _evaluate(run: Run) -> float:
     of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
     run.hooks.evaluation({"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})
     return loss
+
+
+def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
+    run.pipeline.activity.begin("evaluation")
+    found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
+    run.hooks.evaluation(found.metrics, found.note)
 
 
 def _agreed_reason(run: Run) -> int:

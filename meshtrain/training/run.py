@@ -19,6 +19,7 @@ from meshtrain.runtime.environment import rank_from_environment, world_size_from
 from meshtrain.runtime.process import Process, check_devices, check_number_format, lift_timeouts, run_process
 from meshtrain.training.build import Run, build_run
 from meshtrain.training.directory import check_directory, write_resolved
+from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.hooks import Hook
 from meshtrain.training.identity import Identity
 from meshtrain.training.lock import locked_run
@@ -43,7 +44,10 @@ def _go_on(resolved: ResolvedRun) -> None:
 
 
 def train_run(
-    config: RunConfig, hooks: Sequence[Hook] = (), before_joining: Callable[[ResolvedRun], None] = _go_on
+    config: RunConfig,
+    hooks: Sequence[Hook] = (),
+    before_joining: Callable[[ResolvedRun], None] = _go_on,
+    evaluators: Sequence[Evaluator] = (),
 ) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
@@ -51,6 +55,7 @@ def train_run(
         hooks: the user's hooks; on every rank they are called after the built-in ones.
         before_joining: called once the run is resolved, before the process group is joined; raises
             a UserError if the plan must not be trained.
+        evaluators: evaluate the model between steps.
 
     Raises:
         UserError: before any process group is joined, if the mistake can be found there.
@@ -70,7 +75,7 @@ def train_run(
             found = find_checkpoint_to_resume(identity)
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
-            run = build_run(identity, dataset, num_steps, process, lock, hooks)
+            run = build_run(identity, dataset, num_steps, process, lock, hooks, evaluators)
             set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
