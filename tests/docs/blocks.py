@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
-LANGUAGES = {"python", "toml", "bash", "console", "text"}
+LANGUAGES = {"python", "toml", "bash", "console", "text", "yaml"}
 _BLOCK = re.compile(r"(?:<!-- toml: (?P<kind>[a-z ]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
 

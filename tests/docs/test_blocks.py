@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from torch.distributed.run import get_args_parser
 
 import meshtrain
@@ -42,6 +43,12 @@ def shown(block: Block) -> str:
 
 def test_every_block_names_its_language() -> None:
     assert [block.location for block in blocks() if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=shown)
+def test_yaml_is_a_task_of_the_harness(block: Block) -> None:
+    needed = {"task", "dataset_path", "test_split", "output_type", "doc_to_text", "doc_to_target", "metric_list"}
+    assert needed <= yaml.safe_load(block.text).keys()
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=shown)
