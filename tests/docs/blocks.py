@@ -36,6 +36,16 @@ def blocks(*languages: str) -> list[Block]:
     return [block for block in found if not languages or block.language in languages]
 
 
+def page_blocks(page: Path) -> list[tuple[str, Block]]:
+    """Return the blocks of a page in order, each with the text between it and the one before."""
+    content, found, end = page.read_text(), [], 0
+    for match in _BLOCK.finditer(content):
+        block = Block(str(page), match["language"], match["kind"] or "", match["text"])
+        found.append((content[end : match.start()], block))
+        end = match.end()
+    return found
+
+
 def commands(block: Block) -> list[list[str]]:
     """Return the commands of a block as words, without comments, variables and redirections."""
     text = block.text.replace("\\\n", " ")
