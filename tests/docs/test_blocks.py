@@ -126,7 +126,9 @@ def check_meshtrain(arguments: list[str], scratch: Path) -> None:
     if (run := context.params.get("run")) is not None:
         check_overrides(str(run), *overrides, scratch=scratch)
     elif command.name == "corpus":
-        load_corpus(context.params["file"], overrides)
+        # A file without a folder is one that the page has shown.
+        if "/" in str(context.params["file"]):
+            load_corpus(context.params["file"], overrides)
     elif overrides:
         load_plan(None, overrides)
 
