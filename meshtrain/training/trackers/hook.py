@@ -63,7 +63,10 @@ class TrackerHook(Hook):
         if self._tracker is None:
             return
         ending: Ending = "done" if state.stopped_by is None else "stopped"
-        self._tracker.end("failed" if state.failure is not None else ending)
+        try:
+            self._tracker.end("failed" if state.failure is not None else ending)
+        except TrackerFailed as failed:
+            console.warning(f"{self._name}: {failed.reason}; {METRICS_NAME} has all metrics")
         self._tracker = None
 
     def _open(self, config: RunConfig) -> None:
@@ -82,7 +85,7 @@ class TrackerHook(Hook):
         if self._tracker.identifier != known:
             write_identifier(directory, self._name, self._tracker.identifier)
         console.line(
-            f"{self._name}: run {self._tracker.identifier} {'is at' if known is None else 'goes on at'} "
+            f"Tracker {self._name}: run {self._tracker.identifier} {'is at' if known is None else 'goes on at'} "
             f"{self._tracker.place}"
         )
 

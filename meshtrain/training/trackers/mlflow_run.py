@@ -23,6 +23,9 @@ from meshtrain.training.trackers.tracker import PROJECT, Ending, TrackerFailed, 
 
 MLFLOW_NAME = "mlflow"
 END_SECONDS = 30.0
+DEFAULTS = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4"}
+"""MLflow prefers a database, and otherwise refuses to write a folder. Its own 7 retries take more
+than 4 minutes, in which a resumption would wait; what could not be sent is sent again anyway."""
 POINTS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
 """Limits of MLflow's servers."""
 FORBIDDEN = re.compile(r"[^\w. :-]")
@@ -39,8 +42,8 @@ class MlflowRun:
 
     def __init__(self, config: RunConfig, known: str | None) -> None:
         directory = Path(config.run_directory)
-        # MLflow refuses to write a folder, without this: it prefers a database.
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
         folder = directory / MLFLOW_NAME
         in_folder = not mlflow.is_tracking_uri_set()
         try:
@@ -63,12 +66,14 @@ class MlflowRun:
 
     def end(self, ending: Ending) -> None:
         if left := self._sender.close(END_SECONDS):
-            console.warning(f"mlflow: {left:,} values have not been sent; {METRICS_NAME} has them")
-            return
+            raise TrackerFailed(f"{left:,} values have not been sent")
         try:
             self._client.set_terminated(self.identifier, STATUS[ending])
         except (MlflowException, OSError) as error:
-            console.warning(f"mlflow: the run cannot be ended: {first_line(error)}")
+            raise TrackerFailed(first_line(error)) from error
+
+    def _send(self, points: Sequence[Metric]) -> None:
+        self._client.log_batch(self.identifier, metrics=points)
 
     def _create_run(self, config: RunConfig) -> str:
         name = MLFLOW_EXPERIMENT_NAME.get() or PROJECT
@@ -79,12 +84,6 @@ class MlflowRun:
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
             self._client.log_batch(run.info.run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
         return run.info.run_id
-
-    def _send(self, points: Sequence[Metric]) -> None:
-        try:
-            self._client.log_batch(self.identifier, metrics=points)
-        except (MlflowException, OSError) as error:
-            raise TrackerFailed(first_line(error), "") from error
 
 
 def _warn(reason: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
-from meshtrain.training.trackers.tracker import TrackerFailed
+from meshtrain.training.trackers.tracker import first_line
 
 T = TypeVar("T")
 
@@ -15,7 +15,7 @@ class Sender(Generic[T]):
     Points that cannot be sent are kept, and sent again with the next ones.
 
     Args:
-        send: sends some points; raises TrackerFailed if it cannot.
+        send: sends some points; raises an exception if it cannot.
         warn: called with the reason when sending begins to fail.
         at_once: largest number of points in a call of `send`.
     """
@@ -51,8 +51,8 @@ class Sender(Generic[T]):
         while points := self._next():
             try:
                 self._send(points)
-            except TrackerFailed as failed:
-                self._note_failure(failed)
+            except Exception as error:  # noqa: BLE001 - a store may raise anything; the user is told, and points stay
+                self._note_failure(error)
                 if self._is_closing:
                     return
             else:
@@ -70,7 +70,7 @@ class Sender(Generic[T]):
             self._has_new = False
             return self._waiting[: self._at_once]
 
-    def _note_failure(self, failed: TrackerFailed) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if not self._is_failing:
-            self._warn(failed.reason)
+            self._warn(first_line(error))
         self._is_failing = True

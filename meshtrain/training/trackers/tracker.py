@@ -12,14 +12,14 @@ Ending = Literal["done", "stopped", "failed"]
 
 
 class TrackerFailed(MeshtrainError):
-    """A tracker cannot be opened, or takes no more metrics.
+    """A tracker cannot be opened, or does not take metrics.
 
     Args:
         reason: why, in one line.
-        advice: what to do about it.
+        advice: what to do if it cannot be opened.
     """
 
-    def __init__(self, reason: str, advice: str) -> None:
+    def __init__(self, reason: str, advice: str = "") -> None:
         super().__init__(reason, advice)
         self.reason, self.advice = reason, advice
 
@@ -43,7 +43,11 @@ class Tracker(Protocol):
         """
 
     def end(self, ending: Ending) -> None:
-        """End the run, and wait for what has not been sent, for a limited time."""
+        """End the run, and wait for what has not been sent, for a limited time.
+
+        Raises:
+            TrackerFailed: if something has not been sent.
+        """
 
 
 def settings_table(config: RunConfig) -> dict[str, Any]:
@@ -53,4 +57,4 @@ def settings_table(config: RunConfig) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     """Return the reason of a tracker's error as one line without its details."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return next(iter(str(error).splitlines()), "").strip(" .") or type(error).__name__

@@ -43,13 +43,16 @@ class WandbRun:
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         self.identifier: str = self._run.id
-        self.place = self._run.url or shown_path(directory / "wandb")
+        self.place = shown_path(directory / "wandb") if self._run.offline else str(self._run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
             self._run.log({STEP: step, **metrics})
         except (wandb.Error, OSError) as error:
-            raise TrackerFailed(first_line(error), "") from error
+            raise TrackerFailed(first_line(error)) from error
 
     def end(self, ending: Ending) -> None:
-        self._run.finish(exit_code=1 if ending == "failed" else 0)
+        try:
+            self._run.finish(exit_code=1 if ending == "failed" else 0)
+        except (wandb.Error, OSError) as error:
+            raise TrackerFailed(first_line(error)) from error
