@@ -17,6 +17,8 @@ __all__ = ["RankError", "run_on_ranks"]
 
 # The commands run in other processes, and the corpus package starts threads when it is imported.
 _APART = ("__main__", "cli", "corpus")
+# Trackers load packages of extras, which start threads too.
+_TRACKERS = ("wandb_run", "mlflow_run", "trackio_run")
 
 
 def _module_names() -> list[str]:
@@ -26,7 +28,7 @@ def _module_names() -> list[str]:
     return [
         ".".join(("meshtrain", *(part for part in path.parts if part != "__init__")))
         for path in found
-        if path.parts[0] not in _APART
+        if path.parts[0] not in _APART and path.name not in _TRACKERS
     ]
 
 

@@ -110,8 +110,10 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
     from meshtrain.training.directory import check_directory
     from meshtrain.training.report import show_run
     from meshtrain.training.resolve import resolve_run
+    from meshtrain.training.trackers.packages import check_trackers
 
     _check_machine(config)
+    check_trackers(config)
     check_directory(config)
     check_beginning(config)
     show_run(resolve_run(config, world_size))

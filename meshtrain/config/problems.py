@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,6 +17,10 @@ from meshtrain.errors import ConfigError, Problem, printable
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 LONGEST_VALUE, LONGEST_NAME = 60, 200
+REPLACED: dict[Key, str] = {
+    ("logging", "tensorboard"): 'write logging.trackers = ["tensorboard"], or [] for no tracker',
+}
+"""Keys that files had before -> what to write now."""
 
 
 def dotted(key: Key) -> str:
@@ -122,6 +127,8 @@ class Explainer:
 
     def _unknown_key(self, key: Key, node: Table | Setting) -> Problem:
         source = self._source(node)
+        if key in REPLACED:
+            return problem(source, key, "this key has been replaced", REPLACED[key])
         namesakes = [
             other for other in keys_of(self._schema) if other[-1] == key[-1] and is_inside(other, source.inside)
         ]
@@ -136,7 +143,7 @@ class Explainer:
 
     def _unexpected(self, key: Key, node: Table | Setting, part: Schema) -> Problem:
         value = None if isinstance(node, dict) else node.value
-        near = nearest(value, choices(part)) if isinstance(value, str) else None
+        near = _nearest_choice(value, part)
         hint = f"did you mean {near!r}?" if near else ""
         found = f"expected {expectation(part, value)}, found {_found(node)}"
         return problem(self._source(node), key, found, hint)
@@ -160,6 +167,13 @@ def _sources(node: Table | Setting) -> Iterator[SettingSource]:
         yield node.source
     else:
         yield from (setting.source for _, setting in leaves(node))
+
+
+def _nearest_choice(value: Any, part: Schema) -> str | None:
+    """Return the choice that is most similar to a value, or to the first wrong entry of a list."""
+    entries, known = (value, choices(part.get("items", {}))) if isinstance(value, list) else ([value], choices(part))
+    wrong = (entry for entry in entries if isinstance(entry, str) and entry not in known)
+    return next((nearest(entry, known) for entry in wrong), None)
 
 
 def _found(node: Table | Setting) -> str:

@@ -15,6 +15,7 @@ from meshtrain.config.settings import LARGEST, Count, NotNegative, Positive, Sec
 from meshtrain.errors import ConfigError
 
 MOST_PROFILED_STEPS = 20
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 _DURATION = re.compile(r"(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 
 
@@ -129,12 +130,20 @@ class CheckpointConfig(Settings):
 
 
 class LoggingConfig(Settings):
-    """What is shown on the screen and written for TensorBoard."""
+    """What is shown on the screen, and which trackers get the metrics."""
 
     every: Count = 1
     """Number of steps between lines where no progress bar can be drawn, such as in a log file."""
-    tensorboard: bool = True
-    """Write TensorBoard events into the run directory."""
+    trackers: list[TrackerName] = ["tensorboard"]
+    """Trackers that get the metrics, besides `metrics.jsonl`: `tensorboard` (events in the run
+    directory), `wandb`, `mlflow` and `trackio`. All but the first need a package, which the extra
+    of the same name installs. []: none."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        if repeated := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
+            raise ConfigError(f"`trackers` names {', '.join(repeated)} more than once", "name each once")
+        return self
 
 
 class WatchdogConfig(Settings):

@@ -28,6 +28,8 @@ Hooks
     hooks: base class of hooks, and the state that is passed to them.
     logging_hooks: built-in hooks for metrics and printed lines.
     metrics: write metrics.jsonl and TensorBoard's events.
+    epoch_averages: averages of metrics over the steps of an epoch.
+    trackers: pass the metrics on to Weights & Biases, MLflow and trackio.
 
 Checkpoints
     run_checkpoints: resume from, save and go back to a checkpoint of a run.

@@ -26,6 +26,7 @@ from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
+from meshtrain.training.trackers.hook import TrackerHook
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def build_run(
         unigram_entropy=identity.data.unigram_entropy_nats,
         stop=process.stop,
     )
+    trackers = [TrackerHook(name) for name in config.logging.trackers if name != "tensorboard"]
     kept = config.checkpoint
     saver = Saver(
         checkpoints_root(config),
@@ -121,7 +123,7 @@ def build_run(
         dataset=dataset,
         process=process,
         context=context,
-        hooks=Hooks(state, (MetricsHook(), LinesHook(), lock, *hooks)),
+        hooks=Hooks(state, (MetricsHook(), *trackers, LinesHook(), lock, *hooks)),
         saver=saver,
         lock=lock,
         base=FrozenBase(config),

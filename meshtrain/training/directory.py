@@ -6,6 +6,9 @@ RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and e
 RUN/prediction.json     what was predicted for a step, see meshtrain.profiling.files
 RUN/profile/            what was measured in a few steps, see meshtrain.profiling.hook
 RUN/tensorboard/        the same for TensorBoard
+RUN/trackers.json       which run of each other tracker belongs to this run
+RUN/wandb/              what Weights & Biases has written, see meshtrain.training.trackers
+RUN/mlflow/             the store of MLflow, if MLFLOW_TRACKING_URI names no other
 RUN/failure.json        why the run ended, if it failed; removed once the run trains again
 RUN/flight_recorder/    the latest collectives of every process, if one vanished or hung
 RUN/checkpoints/step-N  a checkpoint, see meshtrain.checkpoint.storage.directory; if

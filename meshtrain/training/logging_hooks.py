@@ -26,7 +26,7 @@ class MetricsHook(Hook):
             Path(state.config.run_directory),
             first_step=state.step,
             progress=TrainingProgress(state.num_steps, every=state.config.logging.every),
-            tensorboard=state.config.logging.tensorboard,
+            tensorboard="tensorboard" in state.config.logging.trackers,
         )
         self._writer.__enter__()
         self._write(state, state.step, metrics)

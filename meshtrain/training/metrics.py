@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,19 +21,10 @@ from meshtrain.console import TrainingProgress
 from meshtrain.data.cache import write_atomically
 from meshtrain.runtime.agreement import is_first_rank
 from meshtrain.training.directory import metrics_lines
+from meshtrain.training.epoch_averages import EpochAverages
 from meshtrain.training.files import METRICS_NAME
 
 TENSORBOARD_NAME = "tensorboard"
-AVERAGED = (
-    "loss",
-    "tokens_per_second",
-    "teraflops_per_second",
-    "memory_bytes",
-    "seconds",
-    "data_seconds",
-    "forward_backward_seconds",
-    "optimizer_seconds",
-)
 SHOWN = {"loss", "eval_loss"}
 NO_TEXTS: Mapping[str, str] = {}
 
@@ -59,7 +49,7 @@ class MetricsWriter:
         self._progress = progress
         self._tensorboard = tensorboard
         self._files: list[_MetricsFile] = []
-        self._epoch = _EpochAverages()
+        self._epoch = EpochAverages()
 
     def __enter__(self) -> Self:
         if is_first_rank():
@@ -165,7 +155,7 @@ class _Events:
         self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
+        values = [Summary.Value(tag=grouped(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
@@ -178,38 +168,6 @@ class _Events:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()
-
-
-class _EpochAverages:
-    """Averages over the steps of the latest epoch, including those before a resume."""
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._steps = 0
-        self._sums: dict[str, float] = defaultdict(float)
-        self._counts: dict[str, int] = defaultdict(int)
-
-    def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add a step to the averages. Other objects and values that are not finite do not count."""
-        if "loss" not in metrics:
-            return
-        epoch = metrics["epoch"]
-        assert epoch is not None
-        if epoch != self._epoch:
-            self._epoch, self._steps = int(epoch), 0
-            self._sums.clear()
-            self._counts.clear()
-        self._steps += 1
-        for name in AVERAGED:
-            value = metrics[name]
-            if value is not None and math.isfinite(value):
-                self._sums[name] += value
-                self._counts[name] += 1
-
-    def averages(self) -> dict[str, float]:
-        """Return the averages as metrics of the epoch."""
-        averages = {f"epoch_{name}": total / self._counts[name] for name, total in self._sums.items()}
-        return {"epoch": self._epoch, "epoch_steps": self._steps, **averages}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -228,8 +186,8 @@ def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float | None]]:
     return [metrics for _, metrics in kept]
 
 
-def _tensorboard_tag(name: str) -> str:
-    """Return group/name: TensorBoard shows each group as a section that can be folded."""
+def grouped(name: str) -> str:
+    """Return group/name: trackers show each group as a section that can be folded."""
     if name.startswith("epoch_"):
         return f"epoch/{name.removeprefix('epoch_')}"
     if name.endswith("seconds"):

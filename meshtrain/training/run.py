@@ -29,6 +29,7 @@ from meshtrain.training.report import show_run
 from meshtrain.training.resolve import ResolvedRun, check_vocabulary, resolve_run
 from meshtrain.training.run_checkpoints import find_checkpoint_to_resume, set_values
 from meshtrain.training.self_check import check_parameters
+from meshtrain.training.trackers.packages import check_trackers
 
 
 class Ending(Enum):
@@ -62,6 +63,7 @@ def train_run(
     """
     started = time.monotonic()
     check_devices()
+    check_trackers(config)
     check_directory(config)
     with locked_run(config) as lock:
         resolved = resolve_run(config, world_size_from_environment())

@@ -25,6 +25,11 @@ def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[
         ),
         ("plan.mesh.zzz = 2", "plan.mesh.zzz: unknown key; the keys here are: pp, dp_replicate, dp_shard, ep, cp, tp"),
         ("optimiser.beta1 = 0.9", "optimiser: unknown key; did you mean 'optimizer'?"),
+        (
+            "logging.tensorboard = false",
+            'logging.tensorboard: this key has been replaced; write logging.trackers = ["tensorboard"], or [] for no '
+            "tracker",
+        ),
     ],
 )
 def test_unknown_key_is_named_with_the_nearest(write, text, message):
@@ -52,6 +57,16 @@ def test_unknown_key_is_named_relative_to_its_own_file(write):
         ("data.text_key = 1979-05-27", 'data.text_key: expected a string, found "1979-05-27"'),
         ("data.train = []", "data.train: expected a list of one or more strings, found []"),
         ("data.train = ['a', 1]", 'data.train: expected a list of one or more strings, found ["a", 1]'),
+        (
+            "logging.trackers = ['tensorboard', 'wanbd']",
+            "logging.trackers: expected a list of 'tensorboard', 'wandb', 'mlflow' or 'trackio', found "
+            """["tensorboard", "wanbd"]; did you mean 'wandb'?""",
+        ),
+        (
+            "logging.trackers = [['wandb']]",
+            "logging.trackers: expected a list of 'tensorboard', 'wandb', 'mlflow' or 'trackio', found [[\"wandb\"]]",
+        ),
+        ("logging.trackers = ['wandb', 'wandb']", "logging: `trackers` names wandb more than once; name each once"),
         ("data.validation = 1", "data.validation: expected a number from 0 below 1 or a list of strings, found 1"),
         ("data.tokenizer = 'gpt2'", "data.tokenizer: expected a table, found the string 'gpt2'"),
         (

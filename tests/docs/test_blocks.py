@@ -25,7 +25,7 @@ from tests.docs.messages import fits_a_message, is_message, templates
 
 ROWS_OF_MESSAGES = re.compile(r"^\| (`{1,2}) ?(.+?) ?\1 \|", re.MULTILINE)
 COMMAND = typer.main.get_command(app)
-FOREIGN = {"cd", "kill", "kubectl", "pkill", "scontrol", "tensorboard"}
+FOREIGN = {"cd", "kill", "kubectl", "mlflow", "pkill", "scontrol", "tensorboard", "trackio", "wandb"}
 """Programs whose arguments are not looked at."""
 SAID = ("error: ", "rank ", "Damaged: ", "Resumed from ", "Stopped by ", "Validation loss ", "global batch ")
 """Lines of output that begin so are compared with the code."""

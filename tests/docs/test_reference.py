@@ -19,8 +19,8 @@ from meshtrain.config.schema import Schema, described_schema, keys_of, resolved,
 from meshtrain.parallel.routers.formulas import AUXILIARY_LOSS, Z_LOSS
 from meshtrain.training import directory
 from meshtrain.training.directory import FREE
+from meshtrain.training.epoch_averages import AVERAGED
 from meshtrain.training.files import SAVED_KEY
-from meshtrain.training.metrics import AVERAGED
 from tests.docs.blocks import ROOT
 
 KINDS: tuple[Literal["run", "plan", "corpus"], ...] = ("run", "plan", "corpus")
@@ -152,7 +152,7 @@ def keys_of_metrics() -> set[str]:
 def test_every_file_and_metric_of_a_run_is_on_its_page() -> None:
     text = page("reference/run-directory.md")
     files = re.findall(r"^RUN/(\S+)", directory.__doc__ or "", flags=re.MULTILINE)
-    assert len(files) == 10
+    assert len(files) == 13
     assert [name for name in files if not re.search(rf"^\| `{name}/?` \|", text, flags=re.MULTILINE)] == []
     keys = keys_of_metrics()
     assert {"loss", "samples/NAME", "eval_loss/NAME", "router_aux_loss", "bad_steps", "loss_scale", "answer"} <= keys
