@@ -58,7 +58,10 @@ trap 'is_time_up=true; kill -USR1 "$step"' USR1
 # 138 is 128 + SIGUSR1: the trap has interrupted `wait`.
 while code=0; wait "$step" || code=$?; ((code == 138)); do :; done
 if $is_time_up && ((code == 0)); then
-  echo "== Time is up: job $SLURM_JOB_ID goes back into the queue"
-  scontrol requeue "$SLURM_JOB_ID"
+  # Of an array job, only this task: the number of its last task is that of the whole array.
+  job="${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID}"
+  job="${job:-$SLURM_JOB_ID}"
+  echo "== Time is up: job $job goes back into the queue"
+  scontrol requeue "$job"
 fi
 exit "$code"

@@ -17,6 +17,7 @@ planning     memory, seconds and messages of a run, before it is launched
 profiling    what a run really did
 runtime      processes, process groups, the watchdog and other services of a run
 training     the training loop of a run
+tuning       sweeps, and the range of learning rates
 verify       proofs that a plan computes what one device computes
 console.py   lines, tables and progress bars
 errors.py    the exceptions

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
@@ -37,6 +37,7 @@ BAR_METRICS = ("loss", "tokens_per_second", "eval_loss")
 class _Screen:
     rank: int
     console: Console
+    has_only_progress: bool = False
 
     @property
     def draws(self) -> bool:
@@ -58,11 +59,27 @@ _screen = _screen_of(rank=0)
 def configure(*, rank: int = 0) -> None:
     """Set the rank of this process. Only rank 0 prints anything but errors."""
     global _screen
-    _screen = _screen_of(rank)
+    _screen = replace(_screen_of(rank), has_only_progress=_screen.has_only_progress)
+
+
+@contextmanager
+def only_progress() -> Iterator[None]:
+    """Leave out lines and tables while the block runs. Progress, warnings and errors are shown."""
+    global _screen
+    _screen = replace(_screen, has_only_progress=True)
+    try:
+        yield
+    finally:
+        _screen = replace(_screen, has_only_progress=False)
 
 
 def line(text: str) -> None:
     """Print a line of any length, above the progress bar if there is one."""
+    if not _screen.has_only_progress:
+        _progress_line(text)
+
+
+def _progress_line(text: str) -> None:
     _screen.show(Text(text), soft_wrap=True)
 
 
@@ -106,6 +123,8 @@ def _show_on_standard_error(text: str) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; columns of numbers (and numbers with units) are aligned to the right."""
+    if _screen.has_only_progress:
+        return
     texts = [[str(cell) for cell in row] for row in rows]
     shown = Table(title=Text(title, "bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
@@ -145,7 +164,7 @@ def progress(
         if bar is not None:
             bar.draw(done, description, _joined(size, *rate_and_time(left.at(done))))
         elif pace.is_due() or done >= total:
-            line(_joined(description, size, *rate_and_time(left.at(done))))
+            _progress_line(_joined(description, size, *rate_and_time(left.at(done))))
 
     with _Bar(total) if _screen.draws else nullcontext() as bar:
         yield advance
@@ -190,9 +209,9 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.draw(step, steps, _joined(*_formatted(self._latest, BAR_METRICS), left))
         if "eval_loss" in metrics:
-            line(_joined(steps, *_formatted(metrics, METRIC_FORMATS)))
+            _progress_line(_joined(steps, *_formatted(metrics, METRIC_FORMATS)))
         elif self._bar is None and (step % self._every == 0 or step == self._total_steps):
-            line(_joined(steps, *_formatted(metrics, METRIC_FORMATS), left))
+            _progress_line(_joined(steps, *_formatted(metrics, METRIC_FORMATS), left))
 
 
 def _formatted(metrics: Mapping[str, float], names: Iterable[str]) -> list[str]:

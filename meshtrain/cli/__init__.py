@@ -2,7 +2,7 @@
 
 Exit codes:
     0    done
-    1    a bug (with its traceback), or a plan that is not proven
+    1    a bug (with its traceback), a plan that is not proven, or a failed run of a sweep
     2    a mistake of the user (one line for each)
     3    another process of the run failed, vanished or hangs (every process reports which)
     75   asked to stop (SIGTERM, SIGUSR1 or `stop_after`) and saved: start the run again
@@ -20,7 +20,7 @@ torchrun too.
 app.py             the typer application, and what several commands share
 data_commands.py   commands for text: corpora, tokens, tokenizers, samples
 model_commands.py  commands for the results of a run: report, checkpoints, models, text
-run_commands.py    commands for a run: train, check, verify, plan, schema
+run_commands.py    commands for a run: train, sweep, check, verify, plan, schema
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The commands for a run: train, check, verify, plan, schema."""
+"""The commands for a run: train, sweep, check, verify, plan, schema."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from meshtrain.runtime.exit_codes import DOES_NOT_FIT, NOT_PROVEN, RESTART
 
 if TYPE_CHECKING:
     from meshtrain.config.run import RunConfig
+    from meshtrain.training.run import Ending
 
 WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
 OptionalWorldSize = Annotated[
@@ -51,10 +52,15 @@ def train(
         arguments = ["train", str(run), *(overrides or ())]
         raise typer.Exit(_start_processes(arguments, processes, max_restarts=max_restarts or 0))
     from meshtrain.api.train import train as train_run
+
+    _end(train_run(config))
+
+
+def _end(ending: "Ending") -> None:
+    """End with the exit code that says to start the run again, if it has only stopped."""
     from meshtrain.runtime.environment import must_end_with_0
     from meshtrain.training.run import Ending
 
-    ending = train_run(config)
     if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not must_end_with_0()):
         raise typer.Exit(RESTART)
 
@@ -77,6 +83,19 @@ def _start_processes(arguments: Sequence[str], processes: str, *, max_restarts: 
     Raises:
         ConfigError: if this number of processes is not possible.
     """
+    number = _number_of_processes(processes)
+    from meshtrain.runtime.launch import run_workers
+
+    command = [sys.executable, "-u", "-m", "meshtrain", *arguments]
+    return run_workers(command, number, max_restarts=max_restarts)
+
+
+def _number_of_processes(processes: str) -> int:
+    """Return the number of processes that --processes asks for.
+
+    Raises:
+        ConfigError: if this number of processes is not possible.
+    """
     from meshtrain.runtime.environment import is_launched
 
     if is_launched():
@@ -85,16 +104,98 @@ def _start_processes(arguments: Sequence[str], processes: str, *, max_restarts: 
         raise ConfigError(f"--processes {processes}: expected a whole number from 1, or `gpus`")
     import torch
 
-    from meshtrain.runtime.launch import run_workers
-
     number = torch.cuda.device_count() if processes == "gpus" else int(processes)
     if number == 0:
         raise ConfigError(
             "--processes gpus: this machine has no GPU",
             "pass the number of processes to start on its CPU, as in --processes 4",
         )
-    command = [sys.executable, "-u", "-m", "meshtrain", *arguments]
-    return run_workers(command, number, max_restarts=max_restarts)
+    return number
+
+
+@app.command()
+def sweep(
+    run: RunFile,
+    choices: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=[VALUE,...]",
+            help="Keys with the values to try, such as 'optimizer.learning_rate=[1e-4,3e-4]'.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Train each run with N processes on this machine; `gpus`: one for each GPU."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the run directories are written; left out: the run_directory of RUN."),
+    ] = None,
+    slurm: Annotated[
+        bool,
+        typer.Option("--slurm", help="Train nothing, and write the script of a Slurm array job; N is for each node."),
+    ] = False,
+) -> None:
+    """Train a run with every combination of some values, and compare.
+
+    Runs that are done are not trained again. Exit code 1: a run has failed.
+    """
+    from meshtrain.runtime.environment import is_launched
+
+    if is_launched():
+        raise ConfigError("sweep starts the processes of its runs, but torchrun has started this one", "leave it out")
+    number = None if processes is None or (slurm and processes == "gpus") else _number_of_processes(processes)
+    from meshtrain.tuning.sweep.command import prepare, train, write_script
+
+    prepared = prepare(run, choices or (), directory, None if slurm else number or 1)
+    if slurm:
+        write_script(prepared, number)
+    elif code := train(prepared, number):
+        raise typer.Exit(code)
+
+
+@app.command("learning-rate")
+def learning_rate(
+    run: RunFile,
+    overrides: Overrides = None,
+    lowest: Annotated[float, typer.Option(metavar="RATE", help="Learning rate of the first step.")] = 1e-7,
+    highest: Annotated[float, typer.Option(metavar="RATE", help="Learning rate of the last step.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Number of steps.")] = 100,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Start N processes on this machine; `gpus`: one for each GPU."),
+    ] = None,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page with the curve.")] = Path("learning-rate.html"),
+) -> None:
+    """Find the learning rates at which the loss of a run falls.
+
+    A few steps are trained, in which the rate grows by the same factor. Only the page is kept.
+    """
+    from meshtrain.config.optimizer import LARGEST_RATE
+    from meshtrain.config.toml import load_run
+
+    if not 0 < lowest < highest <= LARGEST_RATE:
+        raise ConfigError(
+            f"--lowest {lowest:g} and --highest {highest:g}: expected rates above 0 to {LARGEST_RATE:g}",
+            "pass the lower one as --lowest",
+        )
+    check_writable("--html", html)
+    config = load_run(run, overrides or ())
+    _check_machine(config)
+    from meshtrain.tuning.rates.trial import Bounds, remove_scratch
+
+    if processes is not None:
+        options = [f"--lowest={lowest!r}", f"--highest={highest!r}", f"--steps={steps}", f"--html={html}"]
+        try:
+            code = _start_processes(["learning-rate", str(run), *(overrides or ()), *options], processes)
+        finally:
+            # A process that was killed has not removed it.
+            remove_scratch(config)
+        raise typer.Exit(code)
+    from meshtrain.tuning.rates.command import try_rates
+
+    _end(try_rates(config, Bounds(lowest, highest, steps), html))
 
 
 @app.command()

@@ -7,9 +7,11 @@ from pydantic import Field, model_validator
 from meshtrain.config.settings import Fraction, NotNegative, Settings
 from meshtrain.errors import ConfigError
 
+LARGEST_RATE = 10.0
 LearningRateScheduleName = Literal[
     "constant",
     "constant_with_warmup",
+    "exponential",
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -50,7 +52,7 @@ class GroupConfig(Settings):
     """Patterns of their names, in which `*` stands for one number. A pattern may also name a
     module, which stands for all parameters inside: `model.layers.*.mlp`. The first group that names
     a parameter counts."""
-    learning_rate: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
+    learning_rate: Annotated[float, Field(ge=0.0, le=LARGEST_RATE, allow_inf_nan=False)] | None = None
     """Highest learning rate. It changes over the run as that of the rest. Left out: that of the
     rest."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
@@ -69,7 +71,7 @@ class OptimizerConfig(Settings):
     name: OptimizerName = "adamw"
     """`adamw`; `lion`, which keeps one number for each parameter where AdamW keeps two, and needs a
     learning rate about a fifth as high; or `sgd` with momentum, which keeps one."""
-    learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
+    learning_rate: Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)] = 3e-4
     """Highest learning rate; `[learning_rate]` defines how it changes over the run."""
     beta1: Fraction = 0.9
     """Decay rate of the mean of the gradients. `lion`: weight of the moment in a step. `sgd`:
@@ -115,7 +117,9 @@ class LearningRateConfig(Settings):
     """How the learning rate changes over the run: a schedule of `transformers.get_scheduler`."""
 
     name: LearningRateScheduleName = "cosine"
-    """Name of the schedule. All schedules that depend on the step only are available."""
+    """Name of the schedule. All schedules that depend on the step only are available.
+    `exponential` is none of transformers: the rate changes by the same factor in each step, from
+    the argument `lr_start` in the first one to `optimizer.learning_rate` in the last."""
     warmup_steps: NotNegative = 0
     """Number of steps over which the learning rate rises from 0."""
     arguments: dict[str, Any] = {}

@@ -118,8 +118,9 @@ class CheckpointConfig(Settings):
     machine must see the same directory."""
     every: Count | None = None
     """Number of steps between checkpoints. Left out: only at the end."""
-    keep: Count = 3
-    """Number of the newest checkpoints that are kept."""
+    keep: NotNegative = 3
+    """Number of the newest checkpoints that are kept. 0: none is written, also not at the end, and
+    the run cannot be resumed."""
     keep_every: Count | None = None
     """Checkpoints whose step is a multiple of this number of steps are kept as well, forever."""
     keep_best: NotNegative = 0
@@ -127,6 +128,13 @@ class CheckpointConfig(Settings):
     in_background: bool = False
     """Continue training while a copy of the state in host memory is written. The copy needs
     host memory."""
+
+    @model_validator(mode="after")
+    def _writes_what_it_keeps(self) -> Self:
+        asked = [name for name in ("every", "keep_every", "keep_best", "in_background") if getattr(self, name)]
+        if self.keep == 0 and asked:
+            raise ConfigError(f"`keep` = 0 writes no checkpoint, but `{asked[0]}` is set", "leave one of them out")
+        return self
 
 
 class LoggingConfig(Settings):

@@ -29,6 +29,8 @@ INKS = ("#1b1f24", "#e8eaed")
 MUTED_INKS = ("#565d66", "#a3abb5")
 SERIES: tuple[Hue, ...] = ("blue", "vermillion", "green", "pink", "amber", "violet")
 """Hues of the lines of a chart, in order. Each has its own dashes too."""
+MOST_LINES = 12
+"""Lines of a chart at most. After all hues, they come again with other dashes."""
 
 
 def luminance(color: str) -> float:

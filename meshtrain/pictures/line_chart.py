@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from meshtrain.pictures.colors import SERIES
+from meshtrain.pictures.colors import MOST_LINES
 from meshtrain.pictures.scales import Quantity, Scale, Unit, padded_range, shown_value, unit_for
 from meshtrain.pictures.svg import Picture, box, dot, label, legend, line, path, text_width
 
-EventKind = Literal["checkpoint", "restart", "bad step"]
+EventKind = Literal["checkpoint", "restart", "bad step", "proposal"]
 Point = tuple[float, float]
 MOST_TIPS = 60
 """Number of places of a chart that show their values under the pointer."""
@@ -50,12 +50,13 @@ class LineChart:
 
     Attributes:
         title: what the lines show.
-        series: the lines; at most as many as there are hues.
+        series: the lines; at most MOST_LINES.
         unit: of the values, if `quantity` is "number".
         quantity: decides the unit of the axis.
         position_name: of the horizontal axis.
         events: marks.
         is_log: whether the vertical axis is logarithmic. Values that are not positive make a gap.
+        is_position_log: whether the horizontal axis is logarithmic. All positions are positive.
         from_zero: whether the vertical axis begins at zero.
         most: end of the vertical axis, if values may be larger; these are drawn at its edge.
     """
@@ -67,6 +68,7 @@ class LineChart:
     position_name: str = "step"
     events: tuple[Event, ...] = ()
     is_log: bool = False
+    is_position_log: bool = False
     from_zero: bool = False
     most: float | None = None
 
@@ -92,10 +94,10 @@ def draw_line_chart(chart: LineChart, width: int) -> Picture:
     """Return the drawing of a chart.
 
     Raises:
-        ValueError: if there are more lines than hues.
+        ValueError: if there are too many lines.
     """
-    if len(chart.series) > len(SERIES):
-        raise ValueError(f"{chart.title}: a chart has at most {len(SERIES)} lines, not {len(chart.series)}")
+    if len(chart.series) > MOST_LINES:
+        raise ValueError(f"{chart.title}: a chart has at most {MOST_LINES} lines, not {len(chart.series)}")
     runs = [list(_runs(one, chart.is_log)) for one in chart.series]
     names, legend_height = _legend(chart, width)
     if not any(runs):
@@ -138,7 +140,7 @@ def _frame(chart: LineChart, runs: Sequence[Sequence[Sequence[Point]]], width: i
     )
     first, last = min(position for position, _ in points), max(position for position, _ in points)
     if first == last:
-        first, last = first - 1, last + 1
+        first, last = (first / 2, last * 2) if chart.is_position_log else (first - 1, last + 1)
     unit = unit_for(high, chart.quantity) if chart.quantity != "number" else Unit(chart.unit, 1)
     top = legend_height + (38 if chart.events else 20)
     up = Scale(low, high, top + (150 if width < 500 else 250), top, chart.is_log)
@@ -146,7 +148,7 @@ def _frame(chart: LineChart, runs: Sequence[Sequence[Sequence[Point]]], width: i
     right = text_width(shown_value(points[-1][1] / unit.size), strong=True) if len(chart.series) == 1 else 0
     # Half of the text of the last tick.
     right = max(right + 8, text_width(f"{last:,.0f}") / 2)
-    return _Frame(Scale(first, last, left, width - right), up, unit)
+    return _Frame(Scale(first, last, left, width - right, chart.is_position_log), up, unit)
 
 
 def _axes(chart: LineChart, frame: _Frame) -> str:
@@ -164,7 +166,8 @@ def _axes(chart: LineChart, frame: _Frame) -> str:
         drawn.append(label(x, frame.bottom + 17, text, anchor="middle", style="muted"))
     drawn.append(line(across.start, frame.bottom, across.end, frame.bottom, "frame"))
     middle = (across.start + across.end) / 2
-    drawn.append(label(middle, frame.bottom + 33, chart.position_name, anchor="middle", style="muted small"))
+    below = chart.position_name + (", logarithmic" if chart.is_position_log else "")
+    drawn.append(label(middle, frame.bottom + 33, below, anchor="middle", style="muted small"))
     above = frame.unit.name + (", logarithmic" if chart.is_log else "")
     drawn.append(label(0, frame.top - (28 if chart.events else 9), above.removeprefix(", "), style="muted small"))
     return "".join(drawn)
@@ -201,7 +204,7 @@ def _last_value(chart: LineChart, runs: Sequence[Sequence[Sequence[Point]]], fra
 
 
 def _events(chart: LineChart, frame: _Frame) -> str:
-    """Draw restarts as lines over the whole height, bad steps as crosses, checkpoints as ticks."""
+    """Draw restarts and proposals as lines over the whole height, the others as small marks."""
     drawn, seen = [], set()
     for event in chart.events:
         if not frame.across.low <= event.position <= frame.across.high:
@@ -216,7 +219,7 @@ def _events(chart: LineChart, frame: _Frame) -> str:
 
 def _mark(event: Event, x: float, frame: _Frame) -> str:
     top = frame.top - 9
-    if event.kind == "restart":
+    if event.kind in ("restart", "proposal"):
         flag = path(f"M{x:.1f} {top - 9:.1f}l7 4.5l-7 4.5z", "mark", tip=event.text)
         return line(x, top - 9, x, frame.bottom, "event") + flag
     if event.kind == "bad step":
@@ -234,7 +237,7 @@ def _tips(chart: LineChart, frame: _Frame) -> str:
     positions = sorted(values)
     every = math.ceil(len(positions) / MOST_TIPS)
     chosen = positions[::every]
-    edges = [frame.across.at((one + other) / 2) for one, other in pairwise(chosen)]
+    edges = [(frame.across.at(one) + frame.across.at(other)) / 2 for one, other in pairwise(chosen)]
     borders = [frame.across.start, *edges, frame.across.end]
     return "".join(
         box(
@@ -267,6 +270,7 @@ def events_legend(chart: LineChart) -> str:
         "checkpoint": "triangle on the axis: checkpoint",
         "restart": "flag: the run started again",
         "bad step": "cross: bad step",
+        "proposal": "flag: a proposal",
     }
     kinds = {event.kind for event in chart.events}
     text = "; ".join(name for kind, name in names.items() if kind in kinds)

@@ -1,9 +1,13 @@
 """The style sheet of pages and of the drawings in them."""
 
-from meshtrain.pictures.colors import GROUNDS, HATCHED, HUES, INKS, MUTED_INKS, SERIES, ink_on
+from meshtrain.pictures.colors import GROUNDS, HATCHED, HUES, INKS, MOST_LINES, MUTED_INKS, SERIES, Hue, ink_on
 
 NARROWEST_WIDE = 760
 """Width of a screen in pixels from which wide drawings are shown."""
+
+
+DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")
+"""Dashes of the lines of a chart, in order."""
 
 
 def _variables(dark: bool) -> str:
@@ -22,13 +26,18 @@ def _variables(dark: bool) -> str:
     return ";".join(f"--{name}:{color}" for name, color in [*colors.items(), *inks.items(), *own.items()])
 
 
+def _hue_and_dash(index: int) -> tuple[Hue, str]:
+    """Return how a line of a chart is drawn. A hue that comes again has other dashes."""
+    round_, place = divmod(index, len(SERIES))
+    return SERIES[place], DASHES[(place + round_) % len(DASHES)]
+
+
 def _hue_classes() -> str:
     plain = "".join(f".{name}{{fill:var(--{name})}}.on-{name}{{fill:var(--on-{name})}}" for name in HUES)
     hatched = "".join(f".{name}-hatch{{fill:url(#{name}-hatch)}}" for name in HATCHED)
-    dashes = ("none", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")
     lines = "".join(
         f".line{index}{{stroke:var(--{hue});stroke-dasharray:{dash}}}.square{index}{{fill:var(--{hue})}}"
-        for index, (hue, dash) in enumerate(zip(SERIES, dashes, strict=True))
+        for index, (hue, dash) in enumerate(map(_hue_and_dash, range(MOST_LINES)))
     )
     return plain + hatched + lines
 

@@ -102,7 +102,8 @@ class LinesHook(Hook):
             return
         if state.stopped_by is not None:
             done = f"{state.step:,} of {state.num_steps:,} steps are done"
-            console.line(f"Stopped by {state.stopped_by}: {done}; the same command resumes from there")
+            rest = "the same command resumes from there" if state.config.checkpoint.keep else "no checkpoint was saved"
+            console.line(f"Stopped by {state.stopped_by}: {done}; {rest}")
             return
         if "eval_loss" in metrics:
             console.line(

@@ -1,6 +1,7 @@
 """The optimizer and its learning rate."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,11 @@ from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
 
 # Keys that transformers.get_scheduler would ignore silently.
-IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
+IGNORED = {
+    "constant": ("warmup_steps", "arguments"),
+    "constant_with_warmup": ("arguments",),
+    "exponential": ("warmup_steps",),
+}
 
 
 def build_optimizer(
@@ -85,6 +90,8 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
     if ignored:
         unused = Problem(f"the schedule {config.name!r} does not use it", "leave it out")
         raise ConfigError(unused.concerning(f"learning_rate.{key}") for key in ignored)
+    if config.name == "exponential":
+        return _exponential(config.arguments, base, num_steps)
     carrier: Optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=base)
     try:
         scheduler = get_scheduler(
@@ -100,3 +107,21 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"learning_rate: the schedule {config.name!r} refuses its arguments: {error}") from error
     return lambda step: base * factor(step)
+
+
+def _exponential(arguments: Mapping[str, Any], last: float, num_steps: int) -> Callable[[int], float]:
+    """Return the learning rate that changes by the same factor in each step.
+
+    Raises:
+        ConfigError: for other arguments than the rate of the first step.
+    """
+    first = arguments.get("lr_start")
+    is_rate = isinstance(first, int | float) and not isinstance(first, bool) and 0 < first < math.inf
+    if arguments.keys() != {"lr_start"} or not is_rate:
+        raise ConfigError(
+            f"learning_rate.arguments: the schedule 'exponential' takes only lr_start, a number above 0, found "
+            f"{dict(arguments)}",
+            "write arguments = { lr_start = 1e-7 }",
+        )
+    assert first is not None
+    return lambda step: first * (last / first) ** (step / max(1, num_steps - 1))

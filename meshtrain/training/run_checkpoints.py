@@ -67,7 +67,7 @@ def set_values(run: Run, found: Found | None) -> None:
 
 
 def save(run: Run, step: int, evaluation_loss: float | None) -> None:
-    """Save a checkpoint and notify the hooks. Collective.
+    """Save a checkpoint and notify the hooks, unless the run keeps none. Collective.
 
     Args:
         evaluation_loss: loss after this step, in nats per token; None if there was no evaluation.
@@ -78,6 +78,8 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
         CheckpointError: the same on all ranks: this checkpoint, or the one before it, cannot be
             written.
     """
+    if run.config.checkpoint.keep == 0:
+        return
     run.pipeline.activity.begin("checkpoint")
     begin = time.perf_counter()
     # All ranks have now finished the previous save, so all of them can notify their hooks.

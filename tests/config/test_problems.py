@@ -174,6 +174,9 @@ def test_contradictions_within_a_table_are_refused(write):
         "command line: model: `path` = 's3://bucket/model' is a URL; copy the model to a directory, and set `path` to "
         "that",
     )
+    assert problems_of(write, "", "checkpoint.keep=0", "checkpoint.every=5") == (
+        "command line: checkpoint: `keep` = 0 writes no checkpoint, but `every` is set; leave one of them out",
+    )
     assert problems_of(write, "", "data.cache_directory=s3://bucket/cache") == (
         "command line: data.cache_directory: 's3://bucket/cache' is a URL, but token files are mapped into memory; set "
         "it to a local directory",

@@ -20,6 +20,8 @@ import meshtrain
 from meshtrain.cli import app
 from meshtrain.config.settings import Settings
 from meshtrain.config.toml import load_corpus, load_machine, load_plan, load_run
+from meshtrain.tuning.sweep.choices import combinations, read_choices
+from meshtrain.tuning.sweep.command import SCRIPT_NAME
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands, output_lines
 from tests.docs.messages import fits_a_message, is_message, templates
 
@@ -106,8 +108,9 @@ def check_command(words: list[str], scratch: Path) -> None:
     elif program == "python":
         check_python(arguments)
     elif program in ("./launch/local.sh", "sbatch"):
-        run = next(index for index, word in enumerate(arguments) if word.endswith(".toml"))
-        check_overrides(*arguments[run:], scratch=scratch)
+        run = [index for index, word in enumerate(arguments) if word.endswith(".toml")]
+        if run or not arguments[-1].endswith(f"/{SCRIPT_NAME}"):
+            check_overrides(*arguments[run[0] :], scratch=scratch)
     elif program == "pip":
         check_pip(arguments)
     else:
@@ -123,6 +126,8 @@ def check_meshtrain(arguments: list[str], scratch: Path) -> None:
         command = command.commands[name]
     context = command.make_context(command.name, list(rest))
     overrides = context.params.get("overrides") or []
+    if command.name == "sweep":
+        overrides = combinations(read_choices(context.params["choices"]))[-1].overrides
     if (run := context.params.get("run")) is not None:
         check_overrides(str(run), *overrides, scratch=scratch)
     elif command.name == "corpus":

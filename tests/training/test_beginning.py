@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import FAULTY, torchrun
-from tests.training.runs import build_plan, build_run, read_metrics, steps_of
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, read_metrics, steps_of, train_here
 from tests.training.test_resume import in_float32, refusal, train_on_ranks, without_torchrun
 
 HOW_TO_BEGIN = "To start again at step 0, choose another run_directory or remove out/metrics.jsonl"
@@ -112,3 +115,23 @@ def test_background_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> Non
     assert [metrics["step"] for metrics in objects] == [1, 2]
     assert all("checkpoint_background_seconds" in metrics for metrics in objects)
     assert json.dumps(objects[-1]).endswith('step-2"}')
+
+
+def test_run_that_keeps_no_checkpoint_writes_none_and_begins_again(tmp_path: Path) -> None:
+    changes = {"steps": 3, "checkpoint": CheckpointConfig(keep=0)}
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), **changes)
+    for stop_after, said in (
+        ("0s", "Stopped by stop_after: 1 of 3 steps are done; no checkpoint was saved"),
+        (None, "step 3/3"),
+    ):
+        (shown,) = run_on_ranks(1, lines_of_training, config.model_copy(update={"stop_after": stop_after}), joins=False)
+        assert said in shown
+        assert not (tmp_path / "out" / CHECKPOINTS_NAME).exists()
+    assert "metrics.jsonl ends with step 1, but no checkpoint was saved: the run starts at step 0 again" in shown
+    assert [metrics["step"] for metrics in steps_of(tmp_path / "out")] == [1, 2, 3]
+
+
+def lines_of_training(config: RunConfig) -> str:
+    with redirect_stdout(StringIO()) as screen:
+        train_here(config)
+    return screen.getvalue()

@@ -140,7 +140,7 @@ def test_moments_have_the_layout_of_parameters_and_survive_a_restart(tmp_path: P
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize("name", get_args(LearningRateScheduleName))
+@pytest.mark.parametrize("name", [name for name in get_args(LearningRateScheduleName) if name != "exponential"])
 def test_learning_rates_equal_those_of_transformers(name: str, warmup: int) -> None:
     steps, arguments = 12, ARGUMENTS.get(name, {})
     warmup = 0 if name == "constant" else warmup
@@ -191,4 +191,23 @@ def test_settings_that_a_schedule_ignores_are_refused() -> None:
     )
     assert problems("constant_with_warmup", 5, num_cycles=1) == (
         "learning_rate.arguments: the schedule 'constant_with_warmup' does not use it; leave it out",
+    )
+    assert problems("exponential", 5, lr_start=1e-7) == (
+        "learning_rate.warmup_steps: the schedule 'exponential' does not use it; leave it out",
+    )
+
+
+def test_exponential_rates_have_equal_ratios_between_two_ends() -> None:
+    config = LearningRateConfig(name="exponential", arguments={"lr_start": 1e-6})
+    rates = [build_learning_rate(config, RATE, 5)(step) for step in range(5)]
+    assert rates == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, RATE])
+    assert build_learning_rate(config, RATE, 1)(0) == 1e-6
+
+
+@pytest.mark.parametrize("arguments", [{}, {"lr_start": 0}, {"lr_start": "a"}, {"lr_start": True}, {"lr_begin": 1e-7}])
+def test_exponential_rates_need_a_start(arguments: dict[str, Any]) -> None:
+    (problem,) = problems("exponential", **arguments)
+    assert problem == (
+        "learning_rate.arguments: the schedule 'exponential' takes only lr_start, a number above 0, found "
+        f"{arguments}; write arguments = {{ lr_start = 1e-7 }}"
     )
