@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -231,6 +232,7 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -96,6 +96,7 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         inputs=inputs,
         optimizer=config.optimizer,
         router=config.router,
+        objective=config.objective,
         granularity=granularity,
         on_gpus=on_gpus,
     )

@@ -19,8 +19,8 @@ from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
 from meshtrain.training.lock import RunLock
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
@@ -131,7 +131,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
     )
     return StepContext(
         pipeline=pipeline,
-        loss=build_loss(pipeline),
+        loss=build_objective(pipeline, config.objective),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,

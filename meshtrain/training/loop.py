@@ -215,6 +215,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
+        **result.terms,
         "grad_norm": result.gradient_norm,
         "learning_rate": result.learning_rate,
         # Padded batches differ in width, so the number of tokens does not follow from the step.

@@ -14,8 +14,8 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_optimizer
 from meshtrain.training.step import StepContext, train_step
 
@@ -46,7 +46,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
     context = StepContext(
         pipeline=pipeline,
-        loss=build_loss(pipeline),
+        loss=build_objective(pipeline, run.objective),
         optimizer=build_optimizer(pipeline, run.optimizer),
         learning_rate=lambda step: run.optimizer.learning_rate,
         max_gradient_norm=run.optimizer.max_gradient_norm,

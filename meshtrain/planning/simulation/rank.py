@@ -40,8 +40,8 @@ from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import build_objective
 from meshtrain.training.step import StepContext, train_step
 
 AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
@@ -218,7 +218,7 @@ def _record(
         pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
-            loss=build_loss(pipeline),
+            loss=build_objective(pipeline, run.objective),
             optimizer=optimizer,
             learning_rate=lambda step: run.optimizer.learning_rate,
             max_gradient_norm=run.optimizer.max_gradient_norm,

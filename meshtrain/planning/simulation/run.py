@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RouterConfig
@@ -23,6 +24,7 @@ class SimulatedRun:
         inputs: names of the inputs besides `input_ids` and `labels`.
         optimizer: of the run.
         router: of the run.
+        objective: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
         layers: indices of the layers of the model that exist, ascending; None: all.
@@ -36,6 +38,7 @@ class SimulatedRun:
     inputs: tuple[str, ...]
     optimizer: OptimizerConfig
     router: RouterConfig
+    objective: ObjectiveConfig = STOCK_OBJECTIVE
     granularity: int = 1
     on_gpus: bool = False
     layers: tuple[int, ...] | None = None
