@@ -15,6 +15,7 @@ Train
     loop: read batches, step, evaluate, save, and notify the hooks.
     step: one optimizer step.
     loss: next-token cross-entropy, also over a sharded vocabulary.
+    own_loss: a loss of the program's own.
     objective: cross-entropy with label smoothing and z-loss.
     loss_scale: dynamic loss scaling for float16.
     gradients: complete the gradients, and compute their norm.

@@ -10,6 +10,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.dataset import Dataset
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.account import flops_per_token
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
@@ -22,6 +23,7 @@ from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.own_loss import build_own_loss
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
 
@@ -80,15 +82,22 @@ class Run:
 
 
 def build_run(
-    identity: Identity, dataset: Dataset, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
+    identity: Identity,
+    dataset: Dataset,
+    num_steps: int,
+    process: Process,
+    lock: RunLock,
+    hooks: Sequence[Hook],
+    loss: LossFunction | None,
 ) -> Run:
     """Build a run whose parameters have no values yet. Collective.
 
     Args:
         hooks: the user's hooks; they are called after the built-in ones.
+        loss: the program's own; None: that of the configuration.
     """
     config = identity.config
-    context = _build_step_context(identity, num_steps, process)
+    context = _build_step_context(identity, num_steps, process, loss)
     state = RunState(
         model=context.pipeline,
         optimizer=context.optimizer,
@@ -114,7 +123,7 @@ def build_run(
     )
 
 
-def _build_step_context(identity: Identity, num_steps: int, process: Process) -> StepContext:
+def _build_step_context(identity: Identity, num_steps: int, process: Process, loss: LossFunction | None) -> StepContext:
     config, plan = identity.config, identity.plan
     if plan.shard.offload == "cpu" and process.device.type == "cpu":
         console.line(
@@ -131,7 +140,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
     )
     return StepContext(
         pipeline=pipeline,
-        loss=build_objective(pipeline, config.objective),
+        loss=build_objective(pipeline, config.objective) if loss is None else build_own_loss(pipeline, loss),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,

@@ -13,6 +13,7 @@ from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.errors import ConfigError, DataError, Problem, name_some
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -43,7 +44,10 @@ def _go_on(resolved: ResolvedRun) -> None:
 
 
 def train_run(
-    config: RunConfig, hooks: Sequence[Hook] = (), before_joining: Callable[[ResolvedRun], None] = _go_on
+    config: RunConfig,
+    hooks: Sequence[Hook] = (),
+    before_joining: Callable[[ResolvedRun], None] = _go_on,
+    loss: LossFunction | None = None,
 ) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
@@ -51,6 +55,7 @@ def train_run(
         hooks: the user's hooks; on every rank they are called after the built-in ones.
         before_joining: called once the run is resolved, before the process group is joined; raises
             a UserError if the plan must not be trained.
+        loss: the program's own, which was checked; None: that of the configuration.
 
     Raises:
         UserError: before any process group is joined, if the mistake can be found there.
@@ -70,7 +75,7 @@ def train_run(
             found = find_checkpoint_to_resume(identity)
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
-            run = build_run(identity, dataset, num_steps, process, lock, hooks)
+            run = build_run(identity, dataset, num_steps, process, lock, hooks, loss)
             set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
