@@ -44,12 +44,13 @@ def export(
     ],
     folder: Annotated[Path, _argument("FOLDER", "The folder to write.")],
     dtype: DtypeOption = "original",
+    ema: Annotated[bool, typer.Option("--ema", help="Write the average of the weights ([ema] of the run).")] = False,
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
     from meshtrain.checkpoint.huggingface.export import export_checkpoint
     from meshtrain.checkpoint.storage.location import open_location
 
-    export_checkpoint(open_location(checkpoint), folder, dtype=dtype)
+    export_checkpoint(open_location(checkpoint), folder, dtype=dtype, ema=ema)
 
 
 @app.command()

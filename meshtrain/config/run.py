@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
@@ -233,6 +234,7 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    ema: EmaConfig = NO_EMA
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -247,6 +249,14 @@ class RunConfig(Settings):
     plan: ParallelPlan = ParallelPlan()
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
+
+    def kept_bytes(self, parameter: int) -> int:
+        """Return the bytes that are kept between steps for a number of a parameter, besides it.
+
+        Args:
+            parameter: bytes of the number itself.
+        """
+        return self.optimizer.state_bytes(parameter) + self.ema.bytes_per_number(parameter)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

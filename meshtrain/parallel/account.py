@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.optimizer import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
@@ -43,7 +44,7 @@ class StageShare:
         num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
         gradient_bytes: on one process, sharded like the parameters.
-        optimizer_bytes: on one process, for what the optimizer keeps.
+        optimizer_bytes: on one process, for what the optimizer keeps, and the average of weights.
     """
 
     stage: int
@@ -79,7 +80,7 @@ class Message:
 
 
 def account(
-    model: PreTrainedModel, plan: ParallelPlan, optimizer: OptimizerConfig = STOCK_OPTIMIZER
+    model: PreTrainedModel, plan: ParallelPlan, optimizer: OptimizerConfig = STOCK_OPTIMIZER, ema: EmaConfig = NO_EMA
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
@@ -87,8 +88,10 @@ def account(
         model: the stock model on meta. It is not changed.
         plan: resolved.
         optimizer: of the run.
+        ema: of the run.
     """
-    kept = optimizer.state_bytes(_width(plan.precision.parameters))
+    width = _width(plan.precision.parameters)
+    kept = optimizer.state_bytes(width) + ema.bytes_per_number(width)
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}

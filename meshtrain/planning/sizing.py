@@ -40,7 +40,8 @@ class Sizing:
     @cached_property
     def shares(self) -> list[StageShare]:
         """Return what each stage holds."""
-        return account(self.resolved.model, self.resolved.plan, self.resolved.config.optimizer)
+        config = self.resolved.config
+        return account(self.resolved.model, self.resolved.plan, config.optimizer, config.ema)
 
     def key_figures(self) -> dict[str, str]:
         """Return the most important values by name."""

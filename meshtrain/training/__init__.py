@@ -23,6 +23,7 @@ Train
     parameter_groups: the groups of an optimizer's parameters.
     rounded_adamw: AdamW with moments in bfloat16.
     lion: the optimizer Lion.
+    weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
 

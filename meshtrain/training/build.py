@@ -1,7 +1,7 @@
 """Build everything that a run works with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshtrain import console
 from meshtrain.checkpoint.saver import Saver
@@ -26,6 +26,7 @@ from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.own_loss import build_own_loss
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
+from meshtrain.training.weight_average import WeightAverage, build_average
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Run:
         hooks: receive the events of the run, and hold the state that is passed to them.
         saver: writes the checkpoints of the run.
         lock: keeps other runs out of the folders of this one.
+        average: of the weights; None if the run has none.
     """
 
     identity: Identity
@@ -49,6 +51,7 @@ class Run:
     hooks: Hooks
     saver: Saver
     lock: RunLock
+    average: WeightAverage | None
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -98,6 +101,9 @@ def build_run(
     """
     config = identity.config
     context = _build_step_context(identity, num_steps, process, loss)
+    average = build_average(context.pipeline, config.ema)
+    if average is not None:
+        context = replace(context, after_update=average.update)
     state = RunState(
         model=context.pipeline,
         optimizer=context.optimizer,
@@ -120,6 +126,7 @@ def build_run(
         hooks=Hooks(state, (MetricsHook(), LinesHook(), lock, *hooks)),
         saver=saver,
         lock=lock,
+        average=average,
     )
 
 

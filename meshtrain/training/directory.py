@@ -46,6 +46,7 @@ FREE = (
     "epochs",
     "micro_batch_size",
     "evaluation",
+    "ema.evaluate",
     "checkpoint",
     "logging",
     "stop_after",

@@ -27,7 +27,7 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_half(resolved)
-    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.optimizer))
+    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.optimizer, resolved.config.ema))
     for table in (plan_table(resolved), shares, *border_tables(resolved)):
         console.table(table.title, table.columns, table.rows)
     console.line(batch_equation(resolved))

@@ -26,6 +26,7 @@ from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.location import Location
 from meshtrain.training.optimizer_state import LoadedState, state_tensors
 from meshtrain.training.saved_optimizer import not_json
+from meshtrain.training.weight_average import WeightAverage
 
 
 @dataclass
@@ -62,11 +63,12 @@ class Snapshot(NamedTuple):
     """Describes model, step and values; the caller adds its own fields."""
 
 
-def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
+def take_snapshot(pipeline: Pipeline, state: TrainState, average: WeightAverage | None = None) -> Snapshot:
     """Collect what a checkpoint of a state holds. Collective.
 
     Args:
         pipeline: the pipeline of `state.model`.
+        average: of the weights, if there is one.
 
     Raises:
         CheckpointError: the same on all processes: step or values cannot be saved, or differ
@@ -75,7 +77,7 @@ def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
     """
     step, values = _agreed_step_and_values(state)
     _reshard(pipeline)
-    tensors = saved_tensors(pipeline, state.optimizer)
+    tensors = saved_tensors(pipeline, state.optimizer) | ({} if average is None else average.saved())
     check_finite(step, tensors)
     own = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
     return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
@@ -87,6 +89,7 @@ def restore_snapshot(
     pipeline: Pipeline,
     state: TrainState,
     optimizer: SavedOptimizer | None = None,
+    average: WeightAverage | None = None,
 ) -> None:
     """Fill a state in place from an intact checkpoint, saved on any mesh. Collective.
 
@@ -94,13 +97,14 @@ def restore_snapshot(
         manifest: the manifest of the checkpoint.
         pipeline: the pipeline of `state.model`.
         optimizer: describes the optimizer that was saved; None: the optimizer of a run.
+        average: of the weights, if there is one.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
             model.
     """
     _reshard(pipeline)
-    load_state(checkpoint, pipeline, state.optimizer, optimizer)
+    load_state(checkpoint, pipeline, state.optimizer, optimizer, average)
     pipeline.rotary_length.restore(manifest.rotary_length)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
@@ -118,12 +122,17 @@ def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, 
 
 @torch.no_grad()
 def load_state(
-    checkpoint: Location, pipeline: Pipeline, optimizer: Optimizer | None, saved: SavedOptimizer | None = None
+    checkpoint: Location,
+    pipeline: Pipeline,
+    optimizer: Optimizer | None,
+    saved: SavedOptimizer | None = None,
+    average: WeightAverage | None = None,
 ) -> None:
     """Fill parameters and optimizer states from an intact checkpoint. Collective.
 
     Args:
         saved: describes the optimizer that was saved; None: the optimizer of a run.
+        average: of the weights, if there is one.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
@@ -132,7 +141,8 @@ def load_state(
     fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
-    wanted, duplicates = _without_duplicates([*models, *state.tensors, *_buffers(pipeline)])
+    averages = [] if average is None else average.loaded()
+    wanted, duplicates = _without_duplicates([*models, *state.tensors, *averages, *_buffers(pipeline)])
     restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()

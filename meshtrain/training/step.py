@@ -37,6 +37,10 @@ def no_inspection(batch: Mapping[str, Tensor]) -> None:
     """Inspect nothing."""
 
 
+def no_update(step: int) -> None:
+    """Update nothing."""
+
+
 @dataclass(frozen=True)
 class StepContext:
     """What a step works with.
@@ -51,6 +55,7 @@ class StepContext:
         loss_scale: dynamic for float16; otherwise always 1.
         history: decides whether a step is bad.
         inspect: called once the gradients are complete.
+        after_update: called with the number of steps done once the parameters have changed.
     """
 
     pipeline: Pipeline
@@ -61,6 +66,7 @@ class StepContext:
     loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
     history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
+    after_update: Callable[[int], None] = no_update
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         # Usually no process has filled in a gradient, and no exchange is needed.
         unused = forget_unused(pipeline, filled) if totals.num_filled else ()
         _update(context, learning_rate)
+        context.after_update(step + 1)
     context.loss_scale.update(overflowed=overflowed)
     history.add(totals.loss, totals.norm, is_bad=fault is not None, is_skipped=is_skipped)
     return StepResult(
