@@ -135,6 +135,9 @@ class LoggingConfig(Settings):
     """Number of steps between lines where no progress bar can be drawn, such as in a log file."""
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
+    layer_norms: bool = False
+    """Also write the gradient norm of each layer, and of each module outside of layers, as
+    `grad_norm/NAME`."""
 
 
 class WatchdogConfig(Settings):

@@ -15,6 +15,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
+from meshtrain.training.gradients import NO_LAYERS, layers_of
 from meshtrain.training.history import StepHistory
 from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
@@ -153,5 +154,6 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(plan.precision),
         history=StepHistory(config.bad_steps),
+        layer_norms=layers_of(pipeline) if config.logging.layer_norms else NO_LAYERS,
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )

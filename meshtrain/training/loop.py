@@ -217,6 +217,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
         "loss": result.loss,
         **result.terms,
         "grad_norm": result.gradient_norm,
+        **{f"grad_norm/{name}": norm for name, norm in result.layer_norms.items()},
         "learning_rate": result.learning_rate,
         # Padded batches differ in width, so the number of tokens does not follow from the step.
         **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),

@@ -17,6 +17,8 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.routers.loss import MOST_TERMS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.gradients import (
+    NO_LAYERS,
+    LayerNorms,
     fill_gradients,
     finish_gradients,
     forget_unused,
@@ -55,6 +57,7 @@ class StepContext:
         loss_scale: dynamic for float16; otherwise always 1.
         history: decides whether a step is bad.
         inspect: called once the gradients are complete.
+        layer_norms: the layers whose gradient norms are metrics.
         after_update: called with the number of steps done once the parameters have changed.
     """
 
@@ -66,6 +69,7 @@ class StepContext:
     loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
     history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
+    layer_norms: LayerNorms = NO_LAYERS
     after_update: Callable[[int], None] = no_update
 
 
@@ -78,6 +82,7 @@ class StepResult:
             routers.
         terms: what the loss consists of, unless it is the cross-entropy alone; before factors.
         gradient_norm: norm before clipping, and without the loss scale.
+        layer_norms: those of layers, by their names, if they are measured.
         num_tokens: number of trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters for which no sample of the
             batch gave a gradient.
@@ -95,6 +100,7 @@ class StepResult:
     loss: float
     terms: dict[str, float]
     gradient_norm: float
+    layer_norms: dict[str, float]
     learning_rate: float
     num_tokens: int
     without_gradient: tuple[str, ...]
@@ -129,8 +135,10 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     # Everything queued so far is done once it returns. It is the only read from the device in a
     # step, but for the rows that travel to experts of other ranks, and for the borders of separate
     # documents, which are read before the first pass.
-    names = context.loss.term_names
-    totals = _Totals.unpacked(packed.tolist(), len(names))
+    names, layers = context.loss.term_names, context.layer_norms.names
+    numbers = packed.tolist()
+    behind = len(numbers) - len(layers)
+    totals = _Totals.unpacked(numbers[:behind], len(names))
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)
 
@@ -156,6 +164,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         loss=totals.loss,
         terms=dict(zip(names, totals.terms, strict=True)),
         gradient_norm=totals.norm,
+        layer_norms=dict(zip(layers, numbers[behind:], strict=True)),
         learning_rate=learning_rate,
         num_tokens=int(totals.num_tokens),
         without_gradient=unused,
@@ -222,7 +231,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals`, joined, float64, all on the device.
+        clipping; the fields of `_Totals` and the norms of layers, joined, float64, all on the
+        device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -235,7 +245,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     norm, loss, num_filled, *means = gradient_norm(pipeline, *all_reduce_over(own, pipeline.mesh, TOKEN_AXES))
     norm = norm / scale
     found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *means])
-    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found)])
+    layers = (norms.to(found) / scale for norms in context.layer_norms.of(pipeline))
+    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found), *layers])
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:
