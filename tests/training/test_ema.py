@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from meshtrain import cli
 from meshtrain.checkpoint.storage.directory import find_checkpoint
 from meshtrain.config.ema import EmaConfig
+from meshtrain.config.plan import ShardPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError
@@ -122,21 +123,26 @@ def test_export_without_an_average_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
-def test_average_is_evaluated_and_the_weights_stay(tmp_path: Path) -> None:
-    found = {}
-    for name, evaluates in (("plain", False), ("evaluated", True)):
+def test_average_is_evaluated_on_every_mesh_and_the_weights_stay(tmp_path: Path) -> None:
+    """At level 2, parameters stay gathered after a forward pass."""
+    found, losses = {}, {}
+    one, two = (1, 1, 1, 1), (1, 1, 2, 1)
+    for name, mesh, evaluates in (("one", one, True), ("two", two, True), ("off", two, False)):
         ema = EmaConfig(decay=DECAY, evaluate=evaluates)
-        run = averaging(tmp_path / name, (1, 1, 2, 1), steps=2, ema=ema, evaluation=EvaluationConfig(every=1))
-        run = run.model_copy(update={"data": run.data.model_copy(update={"validation": 0.2})})
-        run_on_ranks(2, train_here, run, joins=False)
+        run = averaging(tmp_path / name, mesh, steps=2, ema=ema, evaluation=EvaluationConfig(every=1))
+        plan = run.plan.model_copy(update={"shard": ShardPlan(level=2 if mesh[2] > 1 else 3)})
+        data = run.data.model_copy(update={"validation": 0.2})
+        run_on_ranks(mesh[2], train_here, run.model_copy(update={"data": data, "plan": plan}), joins=False)
         found[name] = [it for it in read_metrics(tmp_path / name) if "eval_loss" in it]
-    assert [it["loss"] for it in steps_of(tmp_path / "plain")] == [
-        it["loss"] for it in steps_of(tmp_path / "evaluated")
-    ]
-    assert [it["eval_loss"] for it in found["plain"]] == [it["eval_loss"] for it in found["evaluated"]]
-    assert not any("eval_loss_ema" in it for it in found["plain"])
+        losses[name] = [it["loss"] for it in steps_of(tmp_path / name)]
+    assert losses["one"] == pytest.approx(losses["two"], rel=1e-12)
+    assert losses["two"] == losses["off"]
+    assert [it["eval_loss"] for it in found["two"]] == [it["eval_loss"] for it in found["off"]]
+    assert not any("eval_loss_ema" in it for it in found["off"])
+    wanted = [it["eval_loss_ema"] for it in found["one"]]
+    assert [it["eval_loss_ema"] for it in found["two"]] == pytest.approx(wanted, rel=1e-12)
     # The average is behind, so its loss is higher while the loss falls.
-    assert all(it["eval_loss_ema"] > it["eval_loss"] for it in found["evaluated"])
+    assert all(it["eval_loss_ema"] > it["eval_loss"] for it in found["one"])
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
