@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.plan import LossPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
-from meshtrain.training.own_loss import check_own_loss
+from meshtrain.training.own_loss import OwnLoss, check_own_loss
 from tests.api.programs import own_part, padded_batches, stock_model
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
@@ -46,6 +47,35 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
 
 def mean(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def differentiated(loss: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    value = loss(leaf, labels)
+    value.backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+def logits_and_labels() -> tuple[Tensor, Tensor]:
+    stream = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 11, (2, 4), generator=stream)
+    labels[0, :2] = -100
+    return torch.randn(2, 4, 11, generator=stream, dtype=torch.float64), labels
+
+
+def on_shards() -> tuple[Tensor, Tensor]:
+    logits, labels = logits_and_labels()
+    loss = OwnLoss(11, dist.group.WORLD, focal).mean_over(torch.tensor(6))
+    return differentiated(loss, logits.chunk(dist.get_world_size(), -1)[dist.get_rank()], labels)
+
+
+def test_sharded_logits_are_gathered_and_their_gradients_split() -> None:
+    """The vocabulary of 11 tokens is not divided evenly."""
+    value, gradient = differentiated(lambda *it: focal(*it) / 6, *logits_and_labels())
+    answers = run_on_ranks(2, on_shards)
+    assert all(torch.equal(found, value) for found, _ in answers)
+    torch.testing.assert_close(torch.cat([it for _, it in answers], -1), gradient, rtol=0, atol=1e-15)
 
 
 def train(runs: list[RunConfig]) -> None:
