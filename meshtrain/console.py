@@ -29,6 +29,7 @@ METRIC_FORMATS = {
     "grad_norm": "norm {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
     "eval_loss": "eval loss {:.3f}",
+    "eval_loss_ema": "of the average {:.3f}",
 }
 BAR_METRICS = ("loss", "tokens_per_second", "eval_loss")
 

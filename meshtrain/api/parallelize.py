@@ -29,7 +29,7 @@ from meshtrain.config.mesh import AXES
 from meshtrain.config.plan import LossPlan, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import STOCK_ROUTER
 from meshtrain.config.toml import read_plan
-from meshtrain.errors import ModelError, PlanError, name_some
+from meshtrain.errors import ConfigError, ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import fused_modules
@@ -39,11 +39,13 @@ from meshtrain.models.ties import check_ties
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.hooks import has_hooks_on_itself
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import check_number_format, join_for_script
+from meshtrain.training.own_loss import check_own_loss
 from meshtrain.verify.first_use import ensure_model_proven
 
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
@@ -60,6 +62,7 @@ def parallelize(
     micro_batch_size: int = 1,
     seed: int | None = None,
     prove_unknown_class: bool = True,
+    loss: LossFunction | None = None,
 ) -> Any:
     """Make a Hugging Face model parallel. Collective: every process of the program calls it.
 
@@ -90,6 +93,9 @@ def parallelize(
         seed: for dropout; None: torch's initial seed on the first rank.
         prove_unknown_class: prove on a tiny copy, once, that the plan computes what one device
             computes, if no shipped family is written for the class.
+        loss: with a pipeline, what `forward_backward` minimizes in place of the cross-entropy: a
+            function of logits and labels that returns a sum over tokens, as `meshtrain.train` takes
+            it. Without a pipeline, the program computes its loss from the logits.
 
     Returns:
         The model itself, or a `PipelinedModel`.
@@ -114,8 +120,10 @@ def parallelize(
     given = read_plan(plan)
     check_number_format(given.precision.products)
     wanted = _complete(given, stock, mesh)
+    if loss is not None:
+        _check_loss(loss, wanted, stock)
     device = join_for_script()
-    _check_call(wanted, micro_batch_size, prove_unknown_class)
+    _check_call(wanted, micro_batch_size, prove_unknown_class, has_loss=loss is not None)
     parts = _take_apart(stock, wanted, micro_batch_size, prove=prove_unknown_class)
     pipeline = _pipeline_with_values(stock, parts, mesh, device, micro_batch_size=micro_batch_size, seed=seed)
     adapted = None if model is stock else model
@@ -124,7 +132,7 @@ def parallelize(
         # The model that was passed stays complete, on meta: it defines how its adapters are saved.
         put_on_adapters(stock, parts.adapters)
         assert parts.shifts_labels is not None
-        return PipelinedModel(handle, shifts_labels=parts.shifts_labels)
+        return PipelinedModel(handle, shifts_labels=parts.shifts_labels, loss=loss)
     make_parallel(stock, handle, GradientCompletion(pipeline))
     if adapted is not None:
         make_adapted(adapted, pipeline)
@@ -265,12 +273,27 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
     return with_family(plan, model.config.model_type)
 
 
-def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool) -> None:
+def _check_loss(loss: LossFunction, plan: ParallelPlan, model: PreTrainedModel) -> None:
+    """Check a loss of the program's own.
+
+    Raises:
+        ConfigError: without a pipeline, or if it is not a sum over tokens.
+    """
+    if plan.mesh.pp == 1:
+        raise ConfigError(
+            "parallelize: loss is for a pipeline, but mesh.pp = 1, with which the model returns logits",
+            "compute it from model(**batch).logits, and leave the argument out",
+        )
+    check_own_loss("parallelize: loss", loss, model.config.get_text_config().vocab_size)
+
+
+def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool, *, has_loss: bool) -> None:
     """Check that all ranks pass the same arguments. Collective.
 
     Otherwise some ranks would wait for messages that never come.
     """
     given: dict[str, object] = {"micro_batch_size": micro_batch_size, "prove_unknown_class": prove_unknown_class}
+    given["loss"] = "passed" if has_loss else None
     for table, values in plan.model_dump().items():
         keys = values if isinstance(values, dict) else {"": values}
         given |= {f"{table}.{key}".removesuffix("."): value for key, value in keys.items()}
@@ -344,7 +367,8 @@ def _check_code_of_stages(model: PreTrainedModel) -> None:
         raise ModelError(
             "model.loss_function was set by the program, but the last stage of a pipeline computes the mean cross "
             "entropy itself",
-            "use a mesh with pp = 1, which uses the model's own loss",
+            "pass it as meshtrain.parallelize(..., loss=...), or use a mesh with pp = 1, which uses the model's own "
+            "loss",
         )
     if "" in own:
         raise ModelError(

@@ -17,10 +17,12 @@ from meshtrain.api.saving import save_parallelized, save_pretrained, without_sto
 from meshtrain.config.mesh import DATA_AXES, PP, TOKEN_AXES
 from meshtrain.errors import MissingAttribute, ModelError, Problem, UserError
 from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import build_loss
+from meshtrain.training.own_loss import build_own_loss
 
 TRAIN = "call loss = model.forward_backward(batch) to train on a complete batch, or model.evaluate(batch) for its loss"
 # Why something is refused, and what to do instead.
@@ -61,16 +63,17 @@ class PipelinedModel:
     Args:
         handle: of the model.
         shifts_labels: whether the loss of the model's class shifts labels.
+        loss: the program's own; None: the cross-entropy.
     """
 
-    def __init__(self, handle: Handle, *, shifts_labels: bool) -> None:
+    def __init__(self, handle: Handle, *, shifts_labels: bool, loss: LossFunction | None = None) -> None:
         setattr(self, ATTRIBUTE, handle)
         self._handle = handle
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
         self._batches = BatchChecker(handle.pipeline, handle.device, shifts_labels=shifts_labels)
         self._failure: str | None = None
-        self._loss = build_loss(handle.pipeline)
+        self._loss = build_loss(handle.pipeline) if loss is None else build_own_loss(handle.pipeline, loss)
 
     @property
     def config(self) -> PretrainedConfig:

@@ -47,11 +47,12 @@ def export(
     merge_adapters: Annotated[
         bool, typer.Option("--merge-adapters", help="Add LoRA adapters to the weights, and write the full model.")
     ] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the average of the weights ([ema] of the run).")] = False,
 ) -> None:
     """Write a Hugging Face model, or adapters for peft. The stock from_pretrained loads it."""
     from meshtrain.inference.lora import export as export_model
 
-    export_model(checkpoint, folder, dtype=dtype, merge_adapters=merge_adapters)
+    export_model(checkpoint, folder, dtype=dtype, merge_adapters=merge_adapters, ema=ema)
 
 
 @app.command()

@@ -73,6 +73,21 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors), order))
 
 
+def interpolate(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move tensors in place towards others of the same format, with one kernel for all.
+
+    Why: `torch.optim.swa_utils` uses it, but keeps copies of full modules.
+    Holds: torch 2.11 to 2.13.
+
+    Args:
+        starts: what moves.
+        ends: what it moves to.
+        weight: part of the way.
+    """
+    if starts:
+        torch._foreach_lerp_(list(starts), list(ends), weight)
+
+
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by a () tensor, with one kernel for all.
 

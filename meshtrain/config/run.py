@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import SamplesConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
+from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -147,6 +149,10 @@ class LoggingConfig(Settings):
     directory), `wandb`, `mlflow` and `trackio`. All but the first need a package, which the extra
     of the same name installs. []: none."""
 
+    layer_norms: bool = False
+    """Also write the gradient norm of each layer, and of each module outside of layers, as
+    `grad_norm/NAME`."""
+
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         if repeated := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
@@ -251,6 +257,8 @@ class RunConfig(Settings):
     lora: LoraConfig = NO_LORA
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    ema: EmaConfig = NO_EMA
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
     tasks: TasksConfig = TasksConfig()
@@ -267,6 +275,14 @@ class RunConfig(Settings):
     plan: ParallelPlan = ParallelPlan()
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
+
+    def kept_bytes(self, parameter: int) -> int:
+        """Return the bytes that are kept between steps for a number of a parameter, besides it.
+
+        Args:
+            parameter: bytes of the number itself.
+        """
+        return self.optimizer.state_bytes(parameter) + self.ema.bytes_per_number(parameter)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -298,6 +314,11 @@ class RunConfig(Settings):
         if self.model.enlarge_vocabulary:
             raise ConfigError(
                 "`model.enlarge_vocabulary` = true adds rows that should train, and `lora.rank` freezes them",
+                "leave out one of them",
+            )
+        if self.ema.decay is not None:
+            raise ConfigError(
+                "`ema.decay` averages the weights, and `lora.rank` trains adapters, whose average is not exported",
                 "leave out one of them",
             )
         if self.router.bias_update_rate:

@@ -20,7 +20,9 @@ from meshtrain.models.lora import adapted_model
 from meshtrain.runtime.process import check_devices, process_group
 
 
-def export(checkpoint: str, folder: Path, *, dtype: str = ORIGINAL, merge_adapters: bool = False) -> None:
+def export(
+    checkpoint: str, folder: Path, *, dtype: str = ORIGINAL, merge_adapters: bool = False, ema: bool = False
+) -> None:
     """Write a checkpoint as `export_checkpoint` does, or its adapters if it holds these alone.
 
     Args:
@@ -31,6 +33,7 @@ def export(checkpoint: str, folder: Path, *, dtype: str = ORIGINAL, merge_adapte
         dtype: number format of the weights, as for `export_checkpoint`.
         merge_adapters: whether the full model is written, with the adapters added to its weights.
             Needs memory for the model.
+        ema: whether the average of the weights is written, as for `export_checkpoint`.
 
     Raises:
         CheckpointError: as `export_checkpoint`; if there are no adapters to merge, or their base
@@ -39,11 +42,13 @@ def export(checkpoint: str, folder: Path, *, dtype: str = ORIGINAL, merge_adapte
     """
     location = open_location(checkpoint)
     if read_manifest(find_checkpoint(location)).base is not None:
+        if ema:
+            raise CheckpointError(f"--ema: {checkpoint} holds adapters, which have no average", "leave it out")
         _export_adapters(checkpoint, folder, dtype, merges=merge_adapters)
         return
     if merge_adapters:
         raise CheckpointError(f"--merge-adapters: {checkpoint} holds a full model, and no adapters", "leave it out")
-    export_checkpoint(location, folder, dtype=dtype)
+    export_checkpoint(location, folder, dtype=dtype, ema=ema)
 
 
 def _export_adapters(checkpoint: str, folder: Path, dtype: str, *, merges: bool) -> None:

@@ -5,7 +5,7 @@ The counts need no running process.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.optimizer import STOCK_OPTIMIZER, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
@@ -47,7 +48,7 @@ class StageShare:
         num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
         gradient_bytes: on one process, sharded like the parameters.
-        optimizer_bytes: on one process, for what the optimizer keeps.
+        optimizer_bytes: on one process, for what the optimizer keeps, and the average of weights.
     """
 
     stage: int
@@ -86,6 +87,7 @@ def account(
     model: PreTrainedModel,
     plan: ParallelPlan,
     optimizer: OptimizerConfig = STOCK_OPTIMIZER,
+    ema: EmaConfig = NO_EMA,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
@@ -94,6 +96,7 @@ def account(
         model: the stock model on meta. It is not changed.
         plan: resolved.
         optimizer: of the run.
+        ema: of the run.
         adapters: LoRA layers that were taken off the model. They are not changed.
     """
     full = copy.deepcopy(model)
@@ -103,10 +106,16 @@ def account(
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
+
+    def state_bytes(width: int) -> int:
+        return optimizer.state_bytes(width) + ema.bytes_per_number(width)
+
     shares = []
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))
-        shares.append(_share(stage, owner, plan, _Held(dict(stage.model.named_parameters()), own, dims), optimizer))
+        shares.append(
+            _share(stage, owner, plan, _Held(dict(stage.model.named_parameters()), own, dims), optimizer, ema)
+        )
     return shares
 
 
@@ -188,7 +197,9 @@ class _Held(NamedTuple):
     dims: Mapping[str, int]
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, optimizer: OptimizerConfig) -> StageShare:
+def _share(
+    stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, state_bytes: Callable[[int], int]
+) -> StageShare:
     experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
     parameters = {**held.own, **held.of_adapters}
     local = {
@@ -211,7 +222,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, optimize
         num_local_parameters=sum(local.values()),
         parameter_bytes=sum(local[name] * widths[name] for name in parameters),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
-        optimizer_bytes=sum(local[name] * optimizer.state_bytes(widths[name]) for name in trained),
+        optimizer_bytes=sum(local[name] * state_bytes(widths[name]) for name in trained),
     )
 
 

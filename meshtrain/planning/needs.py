@@ -97,6 +97,8 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         optimizer=config.optimizer,
         router=config.router,
         lora=config.lora,
+        objective=config.objective,
+        ema=config.ema,
         granularity=granularity,
         on_gpus=on_gpus,
     )

@@ -40,7 +40,8 @@ class Sizing:
     @cached_property
     def shares(self) -> list[StageShare]:
         """Return what each stage holds."""
-        return account(self.resolved.model, self.resolved.plan, self.resolved.config.optimizer, self.resolved.adapters)
+        resolved, config = self.resolved, self.resolved.config
+        return account(resolved.model, resolved.plan, config.optimizer, config.ema, resolved.adapters)
 
     def key_figures(self) -> dict[str, str]:
         """Return the most important values by name."""

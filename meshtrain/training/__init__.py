@@ -15,12 +15,15 @@ Train
     loop: read batches, step, evaluate, save, and notify the hooks.
     step: one optimizer step.
     loss: next-token cross-entropy, also over a sharded vocabulary.
+    own_loss: a loss of the program's own.
+    objective: cross-entropy with label smoothing and z-loss.
     loss_scale: dynamic loss scaling for float16.
     gradients: complete the gradients, and compute their norm.
     optim: the optimizer and its learning rate.
     parameter_groups: the groups of an optimizer's parameters.
     rounded_adamw: AdamW with moments in bfloat16.
     lion: the optimizer Lion.
+    weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
 

@@ -1,7 +1,7 @@
 """Build everything that a run works with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshtrain import console
 from meshtrain.checkpoint.saver import Saver
@@ -10,23 +10,27 @@ from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.dataset import Dataset
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.account import flops_per_token
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
 from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.frozen_base import FrozenBase
+from meshtrain.training.gradients import NO_LAYERS, layers_of
 from meshtrain.training.history import StepHistory
 from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
 from meshtrain.training.lock import RunLock
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.own_loss import build_own_loss
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
 from meshtrain.training.trackers.hook import TrackerHook
+from meshtrain.training.weight_average import WeightAverage, build_average
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Run:
         lock: keeps other runs out of the folders of this one.
         base: the frozen model of adapters.
         evaluators: evaluate the model between steps.
+        average: of the weights; None if the run has none.
     """
 
     identity: Identity
@@ -53,7 +58,8 @@ class Run:
     saver: Saver
     lock: RunLock
     base: FrozenBase
-    evaluators: Sequence[Evaluator] = ()
+    evaluators: Sequence[Evaluator]
+    average: WeightAverage | None
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -93,16 +99,21 @@ def build_run(
     process: Process,
     lock: RunLock,
     hooks: Sequence[Hook],
-    evaluators: Sequence[Evaluator] = (),
+    evaluators: Sequence[Evaluator],
+    loss: LossFunction | None,
 ) -> Run:
     """Build a run whose parameters have no values yet. Collective.
 
     Args:
         hooks: the user's hooks; they are called after the built-in ones.
         evaluators: evaluate the model between steps.
+        loss: the program's own; None: that of the configuration.
     """
     config = identity.config
-    context = _build_step_context(identity, num_steps, process)
+    context = _build_step_context(identity, num_steps, process, loss)
+    average = build_average(context.pipeline, config.ema)
+    if average is not None:
+        context = replace(context, after_update=average.update)
     state = RunState(
         model=context.pipeline,
         optimizer=context.optimizer,
@@ -128,10 +139,11 @@ def build_run(
         lock=lock,
         base=FrozenBase(config),
         evaluators=evaluators,
+        average=average,
     )
 
 
-def _build_step_context(identity: Identity, num_steps: int, process: Process) -> StepContext:
+def _build_step_context(identity: Identity, num_steps: int, process: Process, loss: LossFunction | None) -> StepContext:
     config, plan = identity.config, identity.plan
     if plan.shard.offload == "cpu" and process.device.type == "cpu":
         console.line(
@@ -149,11 +161,12 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
     )
     return StepContext(
         pipeline=pipeline,
-        loss=build_loss(pipeline),
+        loss=build_objective(pipeline, config.objective) if loss is None else build_own_loss(pipeline, loss),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(plan.precision),
         history=StepHistory(config.bad_steps),
+        layer_norms=layers_of(pipeline) if config.logging.layer_norms else NO_LAYERS,
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )

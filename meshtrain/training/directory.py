@@ -51,6 +51,7 @@ FREE = (
     "evaluation",
     "tasks",
     "samples",
+    "ema.evaluate",
     "checkpoint",
     "logging",
     "stop_after",

@@ -5,6 +5,7 @@ Whether a gradient must be summed over an axis follows from its placement, not f
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -98,22 +99,66 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
     Returns:
         The () float64 norm, and the sums of `further`; the same on every process.
     """
-    squares = _squares_by_axes(pipeline.owned_parameters().values())
-    mesh = pipeline.mesh
-    for axis in STAGE_AXES:
-        sharded = [axes for axes in sorted(squares, key=sorted) if axis in axes]
-        if sharded and axis_size(mesh, axis) > 1:
-            sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
-            squares.update(zip(sharded, sums, strict=True))
-    # A process whose stages are frozen has no gradient, and adds zero.
-    device = gradient_device(pipeline)
-    own = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
-    total = own.unsqueeze(0)
+    mesh, device = pipeline.mesh, gradient_device(pipeline)
+    total = _over_stage(pipeline, _squares_by_axes(pipeline.owned_parameters().values())).unsqueeze(0)
     if further:
         # They are stacked, so that there is only one copy if gradients are stored in host memory.
         total = torch.cat([total, torch.stack(further).to(device, torch.float64)])
     total = all_reduce_over(total, mesh, [PP])
     return total[0].sqrt(), *total[1:]
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """The gradient norms of layers, and of modules outside of layers.
+
+    Attributes:
+        names: of the layers and modules, in the order of their norms; none: nothing is measured.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def of(self, pipeline: Pipeline) -> tuple[Tensor, ...]:
+        """Return the norms (names,), float64, the same on every process. Collective."""
+        if not self.names:
+            return ()
+        places = {name: place for place, name in enumerate(self.names)}
+        device, groups = gradient_device(pipeline), defaultdict[frozenset[str], list[tuple[int, Tensor]]](list)
+        for fqn, parameter in pipeline.owned_parameters().items():
+            if parameter.requires_grad:
+                # This includes parameters without a gradient: the processes must agree on the sets.
+                found = groups[_sharded_axes(parameter)]
+                if parameter.grad is not None:
+                    found.append((places[layer_of(fqn)], local_tensor(parameter.grad)))
+        squares = {}
+        for axes, found in groups.items():
+            squares[axes] = torch.zeros(len(places), dtype=torch.float64, device=device)
+            if found:
+                values = torch.stack([norm.double() for norm in norms([it for _, it in found])]).square()
+                squares[axes].index_add_(0, torch.tensor([place for place, _ in found], device=device), values)
+        own = _over_stage(pipeline, squares) + torch.zeros(len(places), dtype=torch.float64, device=device)
+        return (all_reduce_over(own, pipeline.mesh, [PP]).sqrt(),)
+
+
+NO_LAYERS = LayerNorms()
+
+
+def layer_of(fqn: str) -> str:
+    """Return the name of the layer of a parameter, or of its module if it is outside of layers."""
+    parts = fqn.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
+
+
+def layers_of(pipeline: Pipeline) -> LayerNorms:
+    """Return the layers and modules of a full model whose gradient norms are measured."""
+    found = {layer_of(fqn) for fqn in pipeline.parameter_names}
+    return LayerNorms(tuple(sorted(found, key=_natural)))
+
+
+def _natural(name: str) -> list[str]:
+    """Return a key that sorts layers by their numbers."""
+    return [part.zfill(9) if part.isdigit() else part for part in name.split(".")]
 
 
 @torch.no_grad()
@@ -133,6 +178,18 @@ def scale_gradients(
 def gradient_device(pipeline: Pipeline) -> torch.device:
     """Return the device on which parameters, and so gradients, are stored between uses."""
     return next(parameter.device for _, parameter in pipeline.named_parameters())
+
+
+def _over_stage(pipeline: Pipeline, squares: dict[frozenset[str], Tensor]) -> Tensor:
+    """Return the sum over the processes of a stage of squares, which are sharded over axes."""
+    mesh = pipeline.mesh
+    for axis in STAGE_AXES:
+        sharded = [axes for axes in sorted(squares, key=sorted) if axis in axes]
+        if sharded and axis_size(mesh, axis) > 1:
+            sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
+            squares.update(zip(sharded, sums, strict=True))
+    # A process whose stages are frozen has no gradient, and adds zero.
+    return sum(squares.values(), torch.zeros((), dtype=torch.float64, device=gradient_device(pipeline)))
 
 
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:

@@ -216,7 +216,9 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
+        **result.terms,
         "grad_norm": result.gradient_norm,
+        **{f"grad_norm/{name}": norm for name, norm in result.layer_norms.items()},
         "learning_rate": result.learning_rate,
         # Padded batches differ in width, so the number of tokens does not follow from the step.
         **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
@@ -285,11 +287,8 @@ def _is_due(run: Run, every: int | None) -> bool:
 def _evaluate(run: Run) -> float:
     run.pipeline.activity.begin("evaluation")
     begin = time.perf_counter()
-    found = {
-        name: evaluate(run.context, (_on_device(run, batch) for batch in batches))
-        for name, batches in _evaluation_batches(run).items()
-    }
-    loss = sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
+    found = _evaluate_sources(run)
+    loss = _mean_over_sources(found)
     if not math.isfinite(loss):
         raise TrainingStopped(
             f"step {run.state.step}: the evaluation loss is {loss}, so the parameters are broken; training stopped "
@@ -297,7 +296,12 @@ def _evaluate(run: Run) -> float:
             "lower optimizer.learning_rate, or set optimizer.max_gradient_norm",
         )
     of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
-    run.hooks.evaluation({"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})
+    of_average = {}
+    if run.average is not None and run.config.ema.evaluate:
+        with run.average.in_place_of_weights():
+            of_average = {"eval_loss_ema": _mean_over_sources(_evaluate_sources(run))}
+    seconds = {"evaluation_seconds": time.perf_counter() - begin}
+    run.hooks.evaluation({"eval_loss": loss, **of_each, **of_average, **seconds})
     return loss
 
 
@@ -305,6 +309,18 @@ def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.pipeline.activity.begin("evaluation")
     found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
     run.hooks.evaluation(found.metrics, found.note)
+
+
+def _evaluate_sources(run: Run) -> dict[str, tuple[float, int]]:
+    """Return source -> mean loss and number of trained tokens of its validation data."""
+    return {
+        name: evaluate(run.context, (_on_device(run, batch) for batch in batches))
+        for name, batches in _evaluation_batches(run).items()
+    }
+
+
+def _mean_over_sources(found: Mapping[str, tuple[float, int]]) -> float:
+    return sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
 
 
 def _agreed_reason(run: Run) -> int:

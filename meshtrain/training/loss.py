@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import TP
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
 
@@ -17,6 +18,8 @@ from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, 
 @dataclass(frozen=True)
 class TokenLoss:
     """The cross-entropy of a microbatch, summed over its trained tokens.
+
+    A subclass trains on another loss. Evaluations are those of the cross-entropy.
 
     Attributes:
         vocabulary: size of the full vocabulary.
@@ -26,17 +29,20 @@ class TokenLoss:
     vocabulary: int
     group: ProcessGroup | None
 
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """Return the metrics for the terms of the loss of a step."""
+        return ()
+
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the () sum of the loss over the trained tokens, in nats.
+        """Return the () sum of the cross-entropy over the trained tokens, in nats.
 
         Args:
             logits: (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
             labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not
                 count.
         """
-        logits, labels = logits.flatten(0, 1), labels.flatten()
-        # 16-bit formats have too few digits for a sum over many tokens. float64 stays, for proofs.
-        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        logits, labels = widened(logits).flatten(0, 1), labels.flatten()
         if self.group is None:
             return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         total: Tensor = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
@@ -64,7 +70,7 @@ class MeanLoss:
         scale: the loss scale of float16, which the result is multiplied by.
     """
 
-    total: TokenLoss
+    total: LossFunction
     num_tokens: Tensor
     scale: float
 
@@ -72,11 +78,28 @@ class MeanLoss:
         """Return the () share of a microbatch; the arguments are those of `TokenLoss`."""
         return self.total(logits, labels) * self.scale / self.num_tokens
 
+    def terms(self) -> tuple[Tensor, ...]:
+        """Return this process's () share in each term of the step, without the loss scale."""
+        return ()
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in float64, which stays for proofs.
+
+    16-bit formats have too few digits for a sum over many tokens.
+    """
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
 
 def build_loss(pipeline: Pipeline) -> TokenLoss:
-    """Return the loss of a pipeline's model, for logits as its last stage returns them."""
+    """Return the cross-entropy of a pipeline's model, for logits as its last stage returns them."""
+    return TokenLoss(*vocabulary_of(pipeline))
+
+
+def vocabulary_of(pipeline: Pipeline) -> tuple[int, ProcessGroup | None]:
+    """Return the size of the vocabulary, and the tp group if the logits are sharded over it."""
     vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
-    return TokenLoss(vocabulary, pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None)
+    return vocabulary, pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None
 
 
 def count_trained_tokens(labels: Tensor) -> Tensor:

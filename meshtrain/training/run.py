@@ -13,6 +13,7 @@ from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.errors import ConfigError, DataError, Problem, name_some
+from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -49,6 +50,7 @@ def train_run(
     hooks: Sequence[Hook] = (),
     before_joining: Callable[[ResolvedRun], None] = _go_on,
     evaluators: Sequence[Evaluator] = (),
+    loss: LossFunction | None = None,
 ) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
@@ -57,6 +59,7 @@ def train_run(
         before_joining: called once the run is resolved, before the process group is joined; raises
             a UserError if the plan must not be trained.
         evaluators: evaluate the model between steps.
+        loss: the program's own, which was checked; None: that of the configuration.
 
     Raises:
         UserError: before any process group is joined, if the mistake can be found there.
@@ -77,7 +80,7 @@ def train_run(
             found = find_checkpoint_to_resume(identity)
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
-            run = build_run(identity, dataset, num_steps, process, lock, hooks, evaluators)
+            run = build_run(identity, dataset, num_steps, process, lock, hooks, evaluators, loss)
             set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)

@@ -27,6 +27,7 @@ from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.location import Location
 from meshtrain.training.optimizer_state import LoadedState, state_tensors
 from meshtrain.training.saved_optimizer import not_json
+from meshtrain.training.weight_average import WeightAverage
 
 
 @dataclass
@@ -63,11 +64,14 @@ class Snapshot(NamedTuple):
     """Describes model, step and values; the caller adds its own fields."""
 
 
-def take_snapshot(pipeline: Pipeline, state: TrainState, *, trained_only: bool = False) -> Snapshot:
+def take_snapshot(
+    pipeline: Pipeline, state: TrainState, average: WeightAverage | None = None, *, trained_only: bool = False
+) -> Snapshot:
     """Collect what a checkpoint of a state holds. Collective.
 
     Args:
         pipeline: the pipeline of `state.model`.
+        average: of the weights, if there is one.
         trained_only: whether frozen parameters and buffers are left out.
 
     Raises:
@@ -78,6 +82,7 @@ def take_snapshot(pipeline: Pipeline, state: TrainState, *, trained_only: bool =
     step, values = _agreed_step_and_values(state)
     _reshard(pipeline)
     tensors = saved_tensors(pipeline, state.optimizer, trained_only=trained_only)
+    tensors |= {} if average is None else average.saved()
     check_finite(step, tensors)
     own: dict[str, Any] = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
     if trained_only:
@@ -91,6 +96,7 @@ def restore_snapshot(
     pipeline: Pipeline,
     state: TrainState,
     optimizer: SavedOptimizer | None = None,
+    average: WeightAverage | None = None,
     *,
     trained_only: bool = False,
 ) -> None:
@@ -100,6 +106,7 @@ def restore_snapshot(
         manifest: the manifest of the checkpoint.
         pipeline: the pipeline of `state.model`.
         optimizer: describes the optimizer that was saved; None: the optimizer of a run.
+        average: of the weights, if there is one.
         trained_only: as it was saved.
 
     Raises:
@@ -107,7 +114,7 @@ def restore_snapshot(
             model.
     """
     _reshard(pipeline)
-    load_state(checkpoint, pipeline, state.optimizer, optimizer, trained_only=trained_only)
+    load_state(checkpoint, pipeline, state.optimizer, optimizer, average, trained_only=trained_only)
     pipeline.rotary_length.restore(manifest.rotary_length)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
@@ -135,6 +142,7 @@ def load_state(
     pipeline: Pipeline,
     optimizer: Optimizer | None,
     saved: SavedOptimizer | None = None,
+    average: WeightAverage | None = None,
     *,
     trained_only: bool = False,
 ) -> None:
@@ -142,6 +150,7 @@ def load_state(
 
     Args:
         saved: describes the optimizer that was saved; None: the optimizer of a run.
+        average: of the weights, if there is one.
         trained_only: as it was saved.
 
     Raises:
@@ -153,7 +162,8 @@ def load_state(
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
     buffers = [] if trained_only else _buffers(pipeline)
-    wanted, duplicates = _without_duplicates([*models, *state.tensors, *buffers])
+    averages = [] if average is None else average.loaded()
+    wanted, duplicates = _without_duplicates([*models, *state.tensors, *averages, *buffers])
     restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()

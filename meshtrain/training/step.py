@@ -17,6 +17,8 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.routers.loss import MOST_TERMS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.gradients import (
+    NO_LAYERS,
+    LayerNorms,
     fill_gradients,
     finish_gradients,
     forget_unused,
@@ -37,6 +39,10 @@ def no_inspection(batch: Mapping[str, Tensor]) -> None:
     """Inspect nothing."""
 
 
+def no_update(step: int) -> None:
+    """Update nothing."""
+
+
 @dataclass(frozen=True)
 class StepContext:
     """What a step works with.
@@ -44,12 +50,15 @@ class StepContext:
     A checkpoint holds the parameters, the state of the optimizer, the loss scale and the history.
 
     Attributes:
+        loss: what training minimizes; evaluations are those of the cross-entropy.
         optimizer: works on local parts; its learning rate is set at every step.
         learning_rate: learning rate of a step, counted from 0; skipped steps do not count.
         max_gradient_norm: gradients are scaled down to this norm; `inf` leaves them as they are.
         loss_scale: dynamic for float16; otherwise always 1.
         history: decides whether a step is bad.
         inspect: called once the gradients are complete.
+        layer_norms: the layers whose gradient norms are metrics.
+        after_update: called with the number of steps done once the parameters have changed.
     """
 
     pipeline: Pipeline
@@ -60,6 +69,8 @@ class StepContext:
     loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
     history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
+    layer_norms: LayerNorms = NO_LAYERS
+    after_update: Callable[[int], None] = no_update
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,9 @@ class StepResult:
     Attributes:
         loss: mean over the trained tokens of the global batch, in nats; without the losses of
             routers.
+        terms: what the loss consists of, unless it is the cross-entropy alone; before factors.
         gradient_norm: norm before clipping, and without the loss scale.
+        layer_norms: those of layers, by their names, if they are measured.
         num_tokens: number of trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters for which no sample of the
             batch gave a gradient.
@@ -85,7 +98,9 @@ class StepResult:
     """
 
     loss: float
+    terms: dict[str, float]
     gradient_norm: float
+    layer_norms: dict[str, float]
     learning_rate: float
     num_tokens: int
     without_gradient: tuple[str, ...]
@@ -120,7 +135,10 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     # Everything queued so far is done once it returns. It is the only read from the device in a
     # step, but for the rows that travel to experts of other ranks, and for the borders of separate
     # documents, which are read before the first pass.
-    totals = _Totals.unpacked(packed.tolist())
+    names, layers = context.loss.term_names, context.layer_norms.names
+    numbers = packed.tolist()
+    behind = len(numbers) - len(layers)
+    totals = _Totals.unpacked(numbers[:behind], len(names))
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)
 
@@ -139,11 +157,14 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         # Usually no process has filled in a gradient, and no exchange is needed.
         unused = forget_unused(pipeline, filled) if totals.num_filled else ()
         _update(context, learning_rate)
+        context.after_update(step + 1)
     context.loss_scale.update(overflowed=overflowed)
     history.add(totals.loss, totals.norm, is_bad=fault is not None, is_skipped=is_skipped)
     return StepResult(
         loss=totals.loss,
+        terms=dict(zip(names, totals.terms, strict=True)),
         gradient_norm=totals.norm,
+        layer_norms=dict(zip(layers, numbers[behind:], strict=True)),
         learning_rate=learning_rate,
         num_tokens=int(totals.num_tokens),
         without_gradient=unused,
@@ -164,6 +185,8 @@ class _Computed(NamedTuple):
     """() float64: this process's share in the mean loss, times the loss scale."""
     num_tokens: Tensor
     """() int64: trained tokens in the global batch."""
+    terms: tuple[Tensor, ...]
+    """() float64 each: this process's share in the terms of the loss."""
 
 
 class _Totals(NamedTuple):
@@ -176,15 +199,21 @@ class _Totals(NamedTuple):
     loss: float
     num_filled: float
     """Number of gradients that were filled in with zeros, on all processes."""
-    router_means: tuple[float, ...]
     num_tokens: float
+    terms: tuple[float, ...]
+    router_means: tuple[float, ...]
     experts: tuple[float, ...]
 
     @classmethod
-    def unpacked(cls, numbers: Sequence[float]) -> Self:
-        """Return the fields that `_finish_gradients` has joined to a vector."""
+    def unpacked(cls, numbers: Sequence[float], num_terms: int) -> Self:
+        """Return the fields that `_finish_gradients` has joined to a vector.
+
+        Args:
+            num_terms: number of terms of the loss.
+        """
         norm, loss, num_filled, num_tokens, *others = numbers
-        return cls(norm, loss, num_filled, (*others[:MOST_TERMS],), num_tokens, (*others[MOST_TERMS:],))
+        terms, others = (*others[:num_terms],), others[num_terms:]
+        return cls(norm, loss, num_filled, num_tokens, terms, (*others[:MOST_TERMS],), (*others[MOST_TERMS:],))
 
 
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
@@ -192,8 +221,9 @@ def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tens
     context.optimizer.zero_grad()
     pipeline.streams.begin_step(step)
     num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
-    loss = pipeline.forward_backward(batch, context.loss.mean_over(num_tokens, scale=scale), loss_scale=scale)
-    return _Computed(loss, num_tokens)
+    mean_loss = context.loss.mean_over(num_tokens, scale=scale)
+    loss = pipeline.forward_backward(batch, mean_loss, loss_scale=scale)
+    return _Computed(loss, num_tokens, mean_loss.terms())
 
 
 def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[str], Tensor, Tensor]:
@@ -201,7 +231,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals` (9,), float64, all on the device.
+        clipping; the fields of `_Totals` and the norms of layers, joined, float64, all on the
+        device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -210,11 +241,12 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     loss = computed.loss
     # A tp group may have used some experts on one of its processes only.
     num_filled = all_reduce_over(loss.new_full((), float(len(filled))), pipeline.mesh, [TP])
-    own = torch.cat([torch.stack([loss, num_filled]), pipeline.router_loss.total])
-    norm, loss, num_filled, *router_means = gradient_norm(pipeline, *all_reduce_over(own, pipeline.mesh, TOKEN_AXES))
+    own = torch.cat([torch.stack([loss, num_filled, *computed.terms]), pipeline.router_loss.total])
+    norm, loss, num_filled, *means = gradient_norm(pipeline, *all_reduce_over(own, pipeline.mesh, TOKEN_AXES))
     norm = norm / scale
-    found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *router_means])
-    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found)])
+    found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *means])
+    layers = (norms.to(found) / scale for norms in context.layer_norms.of(pipeline))
+    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found), *layers])
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
@@ -38,6 +39,7 @@ class ProofCase:
         pretrained: whether training starts from given weights, so that the initialization need not
             be repeatable.
         router: how routers are trained.
+        objective: what training minimizes.
     """
 
     architecture: str
@@ -49,6 +51,7 @@ class ProofCase:
     trust_remote_code: bool
     pretrained: bool = False
     router: RouterConfig = STOCK_ROUTER
+    objective: ObjectiveConfig = STOCK_OBJECTIVE
 
     @property
     def vocabulary(self) -> int:
@@ -72,6 +75,8 @@ class Trace:
     Attributes:
         initial: initial parameters.
         losses: of each step, without the losses of routers.
+        cross_entropies: of each step, if the loss is more than that.
+        z_losses: of the logits, of each step, if the loss has one.
         router_losses: auxiliary losses of each step, if there are any.
         router_z_losses: of each step, if there are any.
         norms: of each step's gradient, before clipping.
@@ -86,6 +91,8 @@ class Trace:
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    cross_entropies: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
     router_losses: list[float] = field(default_factory=list)
     router_z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

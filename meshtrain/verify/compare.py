@@ -62,10 +62,13 @@ def compare(
 
     findings = [_initial(traces, expected)] if expected.initial else []
     kinds = [("loss", "losses"), ("gradient norm", "norms")]
-    if expected.router_losses:
-        kinds.append(("router loss", "router_losses"))
-    if expected.router_z_losses:
-        kinds.append(("router z-loss", "router_z_losses"))
+    optional = {
+        "cross-entropy": "cross_entropies",
+        "z-loss": "z_losses",
+        "router loss": "router_losses",
+        "router z-loss": "router_z_losses",
+    }
+    kinds += [(what, name) for what, name in optional.items() if getattr(expected, name)]
     for what, name in kinds:
         pairs = [(getattr(trace, name), getattr(expected, name)) for trace in traces]
         errors = {

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.distributed import REDISTRIBUTION_LOG
 from meshtrain.config.mesh import CP, DATA_AXES, TP, MeshPlan
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.models.build import build_meta_model
@@ -27,8 +28,9 @@ from meshtrain.parallel.routers.formulas import AUXILIARY_LOSS, Z_LOSS
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
 from meshtrain.parallel.transposable import gather_along
 from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import CROSS_ENTROPY, build_objective
+from meshtrain.training.objective import Z_LOSS as OUTPUT_Z_LOSS
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, evaluate, train_step
@@ -87,7 +89,7 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
         # Other data ranks have other samples than the first microbatch of the stock model.
         watches = not case.plan.compile.enabled and data_rank(pipeline.mesh) == 0
         layers = keep_outputs(_own_layers(pipeline)) if watches else {}
-        trace = train_pipeline(pipeline, case.batches())
+        trace = train_pipeline(pipeline, case.batches(), objective=case.objective)
         if case.router.bias_update_rate:
             trace.biases = _selection_biases(pipeline)
     trace.initial, trace.layers = own, _in_full(pipeline, layers)
@@ -95,14 +97,17 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
 
 
 def train_pipeline(
-    pipeline: Pipeline, batches: Sequence[dict[str, Tensor]], optimizer: OptimizerConfig = OPTIMIZER
+    pipeline: Pipeline,
+    batches: Sequence[dict[str, Tensor]],
+    optimizer: OptimizerConfig = OPTIMIZER,
+    objective: ObjectiveConfig = STOCK_OBJECTIVE,
 ) -> Trace:
     """Train a pipeline as it is, one step for each global batch.
 
     Returns:
         The trace of this rank.
     """
-    trace, context = Trace(), build_step_context(pipeline, optimizer)
+    trace, context = Trace(), build_step_context(pipeline, optimizer, objective)
     for step, batch in enumerate(batches):
         _train_step(context, step, batch, trace)
     trace.parameters = _gather(pipeline)
@@ -136,11 +141,13 @@ def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
             local_tensor(parameter).copy_(value)
 
 
-def build_step_context(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) -> StepContext:
+def build_step_context(
+    pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER, objective: ObjectiveConfig = STOCK_OBJECTIVE
+) -> StepContext:
     """Build what a step needs, as a run does."""
     return StepContext(
         pipeline=pipeline,
-        loss=build_loss(pipeline),
+        loss=build_objective(pipeline, objective),
         optimizer=build_optimizer(pipeline, optimizer),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, STEPS),
         max_gradient_norm=optimizer.max_gradient_norm,
@@ -160,6 +167,8 @@ def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace
     ids = np.arange(len(batch["input_ids"]))
     result = train_step(context, step, local_rows(pipeline, batch), ids)
     trace.losses.append(result.loss)
+    trace.cross_entropies += [value for name, value in result.terms.items() if name == CROSS_ENTROPY]
+    trace.z_losses += [value for name, value in result.terms.items() if name == OUTPUT_Z_LOSS]
     trace.router_losses += [value for name, value in result.router.items() if name == AUXILIARY_LOSS]
     trace.router_z_losses += [value for name, value in result.router.items() if name == Z_LOSS]
     trace.norms.append(result.gradient_norm)

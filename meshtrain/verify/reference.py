@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
@@ -36,7 +37,7 @@ def train_stock(case: ProofCase, initial: dict[str, Tensor], *, neighbor: int | 
     with float32_casts_lifted():
         copy_weights_into(model, weights if neighbor is None else neighbor_of(weights, neighbor))
         layers = keep_outputs(dict(_named_layers(model)))
-        trace = train_model(model, case.batches(), case.router)
+        trace = train_model(model, case.batches(), case.router, objective=case.objective)
     trace.initial = {} if case.pretrained else initial
     # The outputs of documents that run alone are not those of a microbatch.
     trace.layers = {} if case.rows == "separate" else layers
@@ -79,6 +80,7 @@ def train_model(
     batches: Sequence[dict[str, Tensor]],
     router_config: RouterConfig = STOCK_ROUTER,
     optimizer: Optimizer | None = None,
+    objective: ObjectiveConfig = STOCK_OBJECTIVE,
 ) -> Trace:
     """Train a stock model as it is, one step for each global batch.
 
@@ -87,13 +89,15 @@ def train_model(
         batches: the global ones.
         router_config: how its routers are trained.
         optimizer: of its parameters; None: AdamW.
+        objective: what training minimizes.
     """
     routers = WatchedRouters(model, router_config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trace, optimizer = Trace(), optimizer or build_adamw(parameters)
     for batch in batches:
         optimizer.zero_grad()
-        router_logits, loss = _run(model, batch)
+        router_logits, logits = _run(model, batch)
+        loss = _loss(logits, batch, objective, trace)
         trace.losses.append(loss.item())
         if router_logits:
             router = _router_loss(model, router_logits, batch)
@@ -110,7 +114,8 @@ def train_model(
         routers.end_step(batch)
     trace.parameters, trace.biases = copy_weights(model), routers.buffers()
     with torch.no_grad():
-        trace.evaluation = _run(model.eval(), batches[0])[1].item()
+        _, logits = _run(model.eval(), batches[0])
+        trace.evaluation = _mean_cross_entropy(logits, batches[0]).item()
     return trace
 
 
@@ -167,15 +172,32 @@ def _named_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the logits of each router, (tokens, experts), if any, and the cross-entropy."""
+    """Return the logits of each router, (tokens, experts), if any, and (tokens, vocabulary)."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
     parts = _documents(batch) if "position_ids" in batch else [inputs]
     outputs = [model(**part, use_cache=False) for part in parts]
     logits = torch.cat([output.logits.flatten(0, 1) for output in outputs])
     routers = zip(*(output.get("router_logits") or () for output in outputs), strict=True)
+    return [torch.cat(router) for router in routers], logits
+
+
+def _mean_cross_entropy(logits: Tensor, batch: dict[str, Tensor], smoothing: float = 0.0) -> Tensor:
     labels = batch["labels"].flatten()
-    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
-    return [torch.cat(router) for router in routers], loss
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum", label_smoothing=smoothing)
+    return total / (labels != -100).sum()
+
+
+def _loss(logits: Tensor, batch: dict[str, Tensor], objective: ObjectiveConfig, trace: Trace) -> Tensor:
+    """Return the () loss of a step, and note its terms if it has other ones than cross-entropy."""
+    loss = _mean_cross_entropy(logits, batch, objective.label_smoothing)
+    if objective == STOCK_OBJECTIVE:
+        return loss
+    trace.cross_entropies.append(_mean_cross_entropy(logits.detach(), batch).item())
+    if objective.z_loss:
+        z_loss = logits[batch["labels"].flatten() != -100].logsumexp(-1).square().mean()
+        trace.z_losses.append(z_loss.item())
+        loss = loss + objective.z_loss * z_loss
+    return loss
 
 
 def _documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

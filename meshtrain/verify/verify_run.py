@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from meshtrain.config.data import DataConfig
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.build import build_meta_model
@@ -68,6 +69,7 @@ def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
         trust_remote_code=config.model.trust_remote_code,
         pretrained=config.model.weights == "pretrained",
         router=config.router,
+        objective=config.objective,
     )
 
 
@@ -137,6 +139,7 @@ def make_case(
     trust_remote_code: bool = False,
     pretrained: bool = False,
     router: RouterConfig = STOCK_ROUTER,
+    objective: ObjectiveConfig = STOCK_OBJECTIVE,
 ) -> ProofCase:
     """Return a tiny model of the same class under the plan on a small mesh.
 
@@ -147,6 +150,7 @@ def make_case(
         rows: of the batches.
         pretrained: whether the run starts from given weights.
         router: how the run trains routers.
+        objective: what the run minimizes.
 
     Raises:
         UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the
@@ -177,4 +181,5 @@ def make_case(
         trust_remote_code=trust_remote_code,
         pretrained=pretrained,
         router=router,
+        objective=objective,
     )

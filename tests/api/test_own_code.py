@@ -121,7 +121,8 @@ REFUSED = {
     with_a_hook: "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the "
     "model; put it on a module inside, or use a mesh with pp = 1",
     with_a_loss: "model.loss_function was set by the program, but the last stage of a pipeline computes the mean "
-    "cross entropy itself; use a mesh with pp = 1, which uses the model's own loss",
+    "cross entropy itself; pass it as meshtrain.parallelize(..., loss=...), or use a mesh with pp = 1, which uses the "
+    "model's own loss",
     with_a_forward: "model.forward was replaced by the program, but the stages of a pipeline run the forward of the "
     "class, and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
     with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is not a method of it, and "

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
@@ -121,6 +122,18 @@ def test_simulated_adapters_need_what_real_ones_need(plan: str) -> None:
 def test_layers_with_adapters_are_put_together() -> None:
     run = make_run("llama", PLANS["pp x tp, float8, selective"], values={**SMALL, "num_hidden_layers": 16})
     run_on_ranks(1, compare_ranks, replace(run, lora=LoraConfig(rank=8)), joins=False, timeout=300)
+
+
+def test_simulated_average_of_weights_needs_what_a_real_one_needs() -> None:
+    run = make_run("llama", PLANS["fsdp"], microbatches=2, values=SMALL)
+    averaging = replace(run, ema=EmaConfig(decay=0.9))
+    measured = run_on_ranks(run.plan.mesh.world_size, measure, averaging)
+    profiles, plain = (run_on_ranks(1, simulated, it, joins=False)[0] for it in (averaging, run))
+    deviations = [wanted / found - 1 for found, wanted in peaks_of_equals(measured, profiles)]
+    assert abs(max(deviations, key=abs)) <= NEAR
+    # The average is in float32, as the parameters are.
+    for found, without in zip(map(memory_use, profiles), map(memory_use, plain), strict=True):
+        assert found.peak_bytes - without.peak_bytes >= 0.99 * without.at_peak[Role.PARAMETERS]
 
 
 def test_compiled_layers_are_simulated_as_they_are_written() -> None:

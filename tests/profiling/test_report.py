@@ -144,6 +144,11 @@ def test_bad_steps_and_starts_have_tables(profiled: RecordedRun) -> None:
     assert checkpoints.columns == ("step", "training waited", "in the background", "where")
     assert checkpoints.rows[0] == ("40", "1.50 s", "6 s", "s3://b/step-40")
     assert table_of(profiled, "Evaluations").columns == ("step", "loss", "web", "time")
+    losses = {"eval_loss": 3.0, "eval_loss/web": 3.5, "eval_loss_ema": 2.9}
+    evaluation = {"step": 150, **losses, "evaluation_seconds": 2.0}
+    averaged = table_of(replace(profiled, metrics=(*profiled.metrics, evaluation)), "Evaluations")
+    assert averaged.columns == ("step", "loss", "web", "average of weights", "time")
+    assert averaged.rows[-1] == ("150", "3.0000", "3.5000", "2.9000", "2 s")
     assert len(table_of(profiled, "Steps").rows) == 12
 
 

@@ -103,10 +103,10 @@ def ignore_the_length() -> None:
     """Compute with the frequencies of short sequences only."""
     train = parallel.train_pipeline
 
-    def with_fixed_frequencies(pipeline: Any, batches: Any) -> Trace:
+    def with_fixed_frequencies(pipeline: Any, batches: Any, **options: Any) -> Trace:
         for stage in pipeline.stages:
             stage.model.model.rotary_emb.rope_type = "default"
-        return train(pipeline, batches)
+        return train(pipeline, batches, **options)
 
     parallel.train_pipeline = with_fixed_frequencies
 

@@ -56,6 +56,7 @@ from meshtrain.runtime.agreement import failing_together, gather_objects, is_fir
 from meshtrain.runtime.location import Location, errors_of, is_local
 
 MODEL_PREFIX = "model."
+AVERAGE_PREFIX = "ema."
 Description = tuple[tuple[int, ...], torch.dtype]
 HuggingFace = Callable[[Path], None] | None
 """Writes config and tokenizer into a directory. Called on rank 0 only."""

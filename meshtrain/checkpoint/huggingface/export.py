@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from meshtrain import console
 from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
-from meshtrain.checkpoint.dcp.store import MODEL_PREFIX
+from meshtrain.checkpoint.dcp.store import AVERAGE_PREFIX, MODEL_PREFIX
 from meshtrain.checkpoint.huggingface.layout import (
     FLOATS,
     MAX_SHARD_SIZE,
@@ -52,7 +52,12 @@ ORIGINAL = "original"
 
 
 def export_checkpoint(
-    checkpoint: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE
+    checkpoint: Location,
+    folder: Path,
+    *,
+    dtype: str = ORIGINAL,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    ema: bool = False,
 ) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
@@ -67,11 +72,12 @@ def export_checkpoint(
         max_shard_size: of a safetensors file, in bytes or as in "5GB". A larger tensor has its own
             file. Peak memory is the size of the largest tensor, or twice that where the hub keeps
             it in another form.
+        ema: whether to write the average of the weights instead of the weights.
 
     Raises:
         CheckpointError: if no intact checkpoint is found, the checkpoint lacks a tensor of the
-            model or holds others, the folder is not empty or another process writes into it, or the
-            disk is full.
+            model or holds others, or has no average of the weights, the folder is not empty or
+            another process writes into it, or the disk is full.
         ModelError: if the folder of a multimodal model, whose language half the checkpoint holds,
             is gone or has changed.
     """
@@ -79,8 +85,9 @@ def export_checkpoint(
     source = find_checkpoint(checkpoint)
     if source != checkpoint:
         console.line(f"{source} is the newest checkpoint")
-    manifest = _write_folder(source, folder, dtype, max_shard_size)
-    console.line(f"{folder} holds {_shown(folder, manifest)} of step {manifest.step}")
+    manifest = _write_folder(source, folder, dtype, max_shard_size, ema=ema)
+    average = ", the average of its weights," if ema else ""
+    console.line(f"{folder} holds {_shown(folder, manifest)}{average} of step {manifest.step}")
 
 
 def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -140,19 +147,26 @@ def list_saved_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     return stock_tensors(shapes, manifest.fused, left_out=manifest.tied)
 
 
-def _write_folder(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
+def _write_folder(
+    source: Location, folder: Path, dtype: str, max_shard_size: int | str, *, ema: bool = False
+) -> Manifest:
     folder = folder.absolute()
     with locked_folder(folder):
-        return _write_locked(source, folder, dtype, max_shard_size)
+        return _write_locked(source, folder, dtype, max_shard_size, ema=ema)
 
 
-def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
+def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: int | str, *, ema: bool) -> Manifest:
     if damage := find_damage(source):
         raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)
     if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json", "put the model's configuration there")
     tensors = list_stock_tensors(source, metadata, manifest)
+    averaged = tensor_entries(metadata, AVERAGE_PREFIX).keys() if ema else frozenset()
+    if ema and not averaged:
+        raise CheckpointError(
+            f"{shown_location(source)} has no average of the weights", "leave --ema out, or train with ema.decay"
+        )
     with local_path(source / HUGGINGFACE_NAME) as description:
         chosen = _chosen_dtype(dtype, description, manifest)
         model = _stock_model(description, manifest, chosen)
@@ -171,7 +185,9 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
                 write_whole_description(temporary, found[1], model.config, None, origin=description)
             else:
                 _copy_description(description, temporary, manifest, chosen)
-            _write_tensors(temporary, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
+            _write_tensors(
+                temporary, layout, max_shard_size, partial(_read, source, metadata, tensors, layout, averaged)
+            )
     return manifest
 
 
@@ -236,9 +252,23 @@ def _write_tensors(folder: Path, layout: HubLayout, max_shard_size: int | str, r
 
 
 def _read(
-    source: Location, metadata: Metadata, tensors: dict[str, StockTensor], layout: HubLayout, name: str
+    source: Location,
+    metadata: Metadata,
+    tensors: dict[str, StockTensor],
+    layout: HubLayout,
+    averaged: Collection[str],
+    name: str,
 ) -> Tensor:
+    """Return a tensor of the stock model.
+
+    Args:
+        averaged: keys of averages, which are read in place of weights.
+    """
     tensor = tensors[name]
     full = torch.empty(tensor.shape, dtype=layout.dtypes[name])
-    read_tensors(source, metadata, {f"{MODEL_PREFIX}{part}": view for part, view in tensor.views(full).items()})
+    views = {}
+    for part, view in tensor.views(full).items():
+        average = f"{AVERAGE_PREFIX}{part}"
+        views[average if average in averaged else f"{MODEL_PREFIX}{part}"] = view
+    read_tensors(source, metadata, views)
     return full

@@ -15,10 +15,11 @@ from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.models import run_adapters
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_optimizer
-from meshtrain.training.step import StepContext, train_step
+from meshtrain.training.step import StepContext, no_update, train_step
+from meshtrain.training.weight_average import build_average
 
 WARM_UP, STEPS = 3, 15
 
@@ -44,16 +45,20 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         adapters=adapters,
     )
     pipeline.initialize(0)
+    average = build_average(pipeline, run.ema)
+    if average is not None:
+        average.begin()
     rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
     vocabulary = run.hf_config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
     context = StepContext(
         pipeline=pipeline,
-        loss=build_loss(pipeline),
+        loss=build_objective(pipeline, run.objective),
         optimizer=build_optimizer(pipeline, run.optimizer),
         learning_rate=lambda step: run.optimizer.learning_rate,
         max_gradient_norm=run.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(plan.precision),
+        after_update=no_update if average is None else average.update,
     )
     return context, {"input_ids": ids.to(device), "labels": ids.to(device)}
 

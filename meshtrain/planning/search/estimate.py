@@ -13,7 +13,6 @@ import torch
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import AXES, CP, DP_REPLICATE, EP, EXPERT_FSDP_AXES, PP, MeshPlan, fsdp_axis_of
-from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
@@ -80,7 +79,8 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
-        optimizer: of the run.
+        kept: bytes of a number of a parameter -> bytes that the run keeps for it between steps,
+            besides the number.
         batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -91,7 +91,7 @@ class Estimator:
     def __init__(
         self,
         plan: ParallelPlan,
-        optimizer: OptimizerConfig,
+        kept: Callable[[int], int],
         batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
@@ -103,7 +103,7 @@ class Estimator:
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
-        self._kept = optimizer.state_bytes(self._parameter)
+        self._kept = kept(self._parameter)
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)

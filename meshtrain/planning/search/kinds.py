@@ -50,7 +50,7 @@ def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
     if not needs:
         raise refusals[0]
     batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
-    return Estimator(wanted.base.plan, wanted.config.optimizer, batch, sizes, needs, speed)
+    return Estimator(wanted.base.plan, wanted.config.kept_bytes, batch, sizes, needs, speed)
 
 
 @dataclass

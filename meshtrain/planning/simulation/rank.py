@@ -40,9 +40,10 @@ from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh
-from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.step import StepContext, train_step
+from meshtrain.training.objective import build_objective
+from meshtrain.training.step import StepContext, no_update, train_step
+from meshtrain.training.weight_average import build_average
 
 AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 
@@ -212,19 +213,22 @@ def _record(
         with quick:
             optimizer = FakeOptimizer(pipeline, run.optimizer)
             optimizer.make_states()
+            average = build_average(pipeline, run.ema)
             batch = _batch(run)
         stack.enter_context(fake)
         recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
+        recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
         pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
-            loss=build_loss(pipeline),
+            loss=build_objective(pipeline, run.objective),
             optimizer=optimizer,
             learning_rate=lambda step: run.optimizer.learning_rate,
             max_gradient_norm=run.optimizer.max_gradient_norm,
             loss_scale=build_loss_scale(plan.precision),
+            after_update=no_update if average is None else average.update,
         )
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RouterConfig
@@ -25,6 +27,8 @@ class SimulatedRun:
         optimizer: of the run.
         router: of the run.
         lora: of the run.
+        objective: of the run.
+        ema: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
         layers: indices of the layers of the model that exist, ascending; None: all.
@@ -39,6 +43,8 @@ class SimulatedRun:
     optimizer: OptimizerConfig
     router: RouterConfig
     lora: LoraConfig = NO_LORA
+    objective: ObjectiveConfig = STOCK_OBJECTIVE
+    ema: EmaConfig = NO_EMA
     granularity: int = 1
     on_gpus: bool = False
     layers: tuple[int, ...] | None = None

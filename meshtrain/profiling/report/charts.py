@@ -47,8 +47,8 @@ def loss_chart(run: RecordedRun) -> LineChart:
     lines = [series("training", run.steps, "loss")]
     if run.evaluations:
         lines.append(series("evaluation", run.evaluations, "eval_loss"))
-        sources = sorted({name for row in run.evaluations for name in row if name.startswith("eval_loss/")})
-        lines += [series(name.removeprefix("eval_loss/"), run.evaluations, name) for name in sources[:MOST_SOURCES]]
+        further = list(run.further_evaluations.items())[:MOST_SOURCES]
+        lines += [series(label, run.evaluations, name) for name, label in further]
     return LineChart("Loss", tuple(lines), unit="nats per token", events=events(run))
 
 

@@ -17,6 +17,7 @@ from meshtrain.training.files import METRICS_NAME, PLAN_NAME, RUN_NAME, SAVED_KE
 Metrics = dict[str, Any]
 """An object of metrics.jsonl."""
 CHECKPOINT_SECONDS, BACKGROUND_SECONDS = "checkpoint_seconds", "checkpoint_background_seconds"
+OF_SOURCE, OF_AVERAGE = "eval_loss/", "eval_loss_ema"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class RecordedRun:
     def evaluations(self) -> tuple[Metrics, ...]:
         """Return the evaluations."""
         return self._with("eval_loss")
+
+    @cached_property
+    def further_evaluations(self) -> dict[str, str]:
+        """Return metric -> label, for the losses of sources, and that of the average of weights."""
+        names = sorted({name for metrics in self.evaluations for name in metrics})
+        sources = {name: name.removeprefix(OF_SOURCE) for name in names if name.startswith(OF_SOURCE)}
+        return sources | ({OF_AVERAGE: "average of weights"} if OF_AVERAGE in names else {})
 
     @cached_property
     def starts(self) -> tuple[Metrics, ...]:

@@ -118,17 +118,16 @@ def _loss(value: float | None) -> str:
 
 
 def _evaluations(run: RecordedRun) -> Table:
-    sources = sorted({name for row in run.evaluations for name in row if name.startswith("eval_loss/")})
     rows = tuple(
         (
             f"{row['step']:,}",
             _loss(row["eval_loss"]),
-            *(_loss(row.get(source)) for source in sources),
+            *(_loss(row.get(name)) for name in run.further_evaluations),
             shown(row.get("evaluation_seconds"), "seconds"),
         )
         for row in spread(run.evaluations)
     )
-    columns = ("step", "loss", *(source.removeprefix("eval_loss/") for source in sources), "time")
+    columns = ("step", "loss", *run.further_evaluations.values(), "time")
     return Table("Evaluations", columns, rows)
 
 
