@@ -113,9 +113,8 @@ def account(
     shares = []
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))
-        shares.append(
-            _share(stage, owner, plan, _Held(dict(stage.model.named_parameters()), own, dims), optimizer, ema)
-        )
+        held = _Held(dict(stage.model.named_parameters()), own, dims)
+        shares.append(_share(stage, owner, plan, held, state_bytes))
     return shares
 
 
