@@ -87,7 +87,7 @@ def train(config: RunConfig, hooks: Iterable[Hook] = (), *, loss: LossFunction |
 
 def _evaluators(config: RunConfig) -> Sequence[Evaluator]:
     """Return what evaluates the model between steps, besides the loss on validation data."""
-    if not config.tasks.names and not config.samples.prompts:
+    if not config.tasks.names and not config.generate.prompts:
         return []
     from meshtrain.inference.run_evaluators import evaluators_of  # noqa: PLC0415 - loads generation
 

@@ -33,14 +33,14 @@ class TasksConfig(Settings):
         return self
 
 
-class SamplesConfig(Settings):
+class GenerateConfig(Settings):
     """Texts that the model writes during training, always from the same prompts. They are on the
     screen and in `metrics.jsonl`."""
 
     prompts: list[Annotated[str, Field(min_length=1)]] = []
     """Beginnings of the texts. Left out: none."""
     every: Count | None = None
-    """Number of steps between two samples. Left out: only at the end."""
+    """Number of steps between two times. Left out: only at the end."""
     max_new_tokens: Count = 32
     """Largest number of tokens that are added to a prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.0

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
-from meshtrain.config.evaluation import SamplesConfig, TasksConfig
+from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
@@ -262,7 +262,7 @@ class RunConfig(Settings):
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
     tasks: TasksConfig = TasksConfig()
-    samples: SamplesConfig = SamplesConfig()
+    generate: GenerateConfig = GenerateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -1,4 +1,4 @@
-"""What a run evaluates between steps, beside its loss: downstream tasks, and samples of text."""
+"""What a run evaluates between steps, beside its loss: downstream tasks, and generated texts."""
 
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from meshtrain import console
-from meshtrain.config.evaluation import SamplesConfig, TasksConfig
+from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.run import RunConfig
 from meshtrain.inference.evaluation import Tasks
 from meshtrain.inference.generation import generate_on_mesh
@@ -26,8 +26,8 @@ def evaluators_of(config: RunConfig) -> list[Evaluator]:
     found: list[Evaluator] = []
     if config.tasks.names:
         found.append(TaskEvaluator(config.tasks))
-    if config.samples.prompts:
-        found.append(SampleEvaluator(config.samples, config.seed))
+    if config.generate.prompts:
+        found.append(TextEvaluator(config.generate, config.seed))
     return found
 
 
@@ -61,7 +61,7 @@ class TaskEvaluator:
         return Evaluation(metrics)
 
 
-class SampleEvaluator:
+class TextEvaluator:
     """Continues the prompts of a run.
 
     Args:
@@ -69,12 +69,12 @@ class SampleEvaluator:
         seed: of the draws.
     """
 
-    def __init__(self, config: SamplesConfig, seed: int) -> None:
+    def __init__(self, config: GenerateConfig, seed: int) -> None:
         self.every = config.every
         self._config, self._seed = config, seed
 
     def evaluate(self, pipeline: Pipeline, tokenizer: Path) -> Evaluation:
-        """Return the texts, as the note `samples`: a list of prompts and continuations."""
+        """Return the texts, as the note `generated`: a list of prompts and texts."""
         config = self._config
         options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}
         if config.temperature > 0:
@@ -84,6 +84,6 @@ class SampleEvaluator:
         batch = encode(known, config.prompts, str(tokenizer), model, config.max_new_tokens)
         texts = write_texts(known, partial(generate_on_mesh, pipeline), batch, options, device, self._seed)
         for text in texts:
-            console.line(f"Sample: {text}")
+            console.line(f"Generated: {text}")
         pairs = zip(config.prompts, texts, strict=True)
-        return Evaluation(note={"samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
+        return Evaluation(note={"generated": [{"prompt": prompt, "text": text} for prompt, text in pairs]})

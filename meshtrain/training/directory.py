@@ -50,7 +50,7 @@ FREE = (
     "micro_batch_size",
     "evaluation",
     "tasks",
-    "samples",
+    "generate",
     "ema.evaluate",
     "checkpoint",
     "logging",

@@ -43,7 +43,7 @@ class RunState(TrainState):
         epoch_ends: whether the step of `on_step` is the last one of its epoch, or of the run.
         note: information that is not a metric. At the start: the checksum of the parameters, or the
             bad step that the run was rewound for. At a bad step that was skipped: what was wrong.
-            At an evaluation: the texts of `[samples]`.
+            At an evaluation: the texts of `[generate]`.
         saved: the checkpoint of `on_checkpoint`; None while it is still being written in the
             background.
         stopped_by: at the end: what asked to stop; None if all steps are done.
@@ -116,8 +116,8 @@ class Hook:
     def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
         """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token.
 
-        It is called again for the scores of `[tasks]`, and for `[samples]`, which are in
-        `state.note`.
+        It is called again for the scores of `[tasks]`, and for the texts of `[generate]`, which
+        are in `state.note`.
         """
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:

@@ -14,6 +14,10 @@ from typing import Any, Protocol, Self
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DataType
+from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from meshtrain.config.reading import shown_path
@@ -158,8 +162,12 @@ class _Events:
         values = [Summary.Value(tag=grouped(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
-    def write_note(self, step: int, note: Mapping[str, object]) -> None:
-        """Do nothing: TensorBoard draws numbers only."""
+    def write_note(self, step: int, note: Mapping[str, Any]) -> None:
+        """Show the texts of `[generate]`. TensorBoard has no place for other notes."""
+        texts = note.get("generated", ())
+        if texts:
+            values = [_text_value(f"generated/{number}", found["text"]) for number, found in enumerate(texts, start=1)]
+            self._add(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
         self._file.close()
@@ -168,6 +176,13 @@ class _Events:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()
+
+
+def _text_value(tag: str, text: str) -> Any:
+    # TensorBoard reads Markdown. An indented block is shown as it is.
+    shown = "".join(f"    {line}\n" for line in text.splitlines())
+    tensor = TensorProto(dtype=DataType.DT_STRING, string_val=[shown.encode()], tensor_shape=TensorShapeProto())
+    return Summary.Value(tag=tag, tensor=tensor, metadata=create_summary_metadata(tag, ""))
 
 
 def memory_bytes(device: torch.device) -> int:

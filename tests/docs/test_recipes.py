@@ -43,9 +43,16 @@ SMALL = [
 ]
 SMALL_MODEL = ["model.config.vocab_size=300", *(f"model.config.{key}={value}" for key, value in TINY.items())]
 OVERRIDES = {
-    "pretrain": [*SMALL, *SMALL_MODEL, "steps=8", "evaluation.every=4", "samples.every=4", "samples.max_new_tokens=4"],
+    "pretrain": [
+        *SMALL,
+        *SMALL_MODEL,
+        "steps=8",
+        "evaluation.every=4",
+        "generate.every=4",
+        "generate.max_new_tokens=4",
+    ],
     "fine-tune": [*SMALL, "epochs=1", "data.pad_to_multiple_of=16", "plan.precision.parameters=float32"],
-    "continue": [*SMALL, "steps=8", "evaluation.every=4", "samples.every=4", "samples.max_new_tokens=4"],
+    "continue": [*SMALL, *SHORT],
 }
 DRAW = np.random.default_rng(0)
 

@@ -1,13 +1,14 @@
-"""Tasks and samples of text during training, on the mesh of the run."""
+"""Tasks and generated texts during training, on the mesh of the run."""
 
 import json
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshtrain import load_run
 from meshtrain.api.train import train
-from meshtrain.config.evaluation import SamplesConfig, TasksConfig
+from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.inference.prompts import Decoding, generate_texts
@@ -22,18 +23,22 @@ def train_on_mesh(run: RunConfig) -> None:
     train(run)
 
 
-def test_training_goes_on_as_without_samples(tmp_path: Path) -> None:
+def test_training_goes_on_as_without_generating(tmp_path: Path) -> None:
     plain = build_run(tmp_path / "plain", "gpt2-dropout", build_plan((1, 1, 2, 1)), steps=4)
     run_on_ranks(2, train_on_mesh, plain, joins=False)
-    samples = SamplesConfig(prompts=["model reads"], every=3, max_new_tokens=4, temperature=1.0)
-    update = {"run_directory": str(tmp_path / "run"), "samples": samples}
+    samples = GenerateConfig(prompts=["model reads"], every=3, max_new_tokens=4, temperature=1.0)
+    update = {"run_directory": str(tmp_path / "run"), "generate": samples}
     run_on_ranks(2, train_on_mesh, plain.model_copy(update=update), joins=False)
     losses = [[step["loss"] for step in steps_of(tmp_path / name)] for name in ("run", "plain")]
     assert losses[0] == losses[1]
-    found = {line["step"]: line["samples"] for line in read_metrics(tmp_path / "run") if "samples" in line}
+    found = {line["step"]: line["generated"] for line in read_metrics(tmp_path / "run") if "generated" in line}
     assert sorted(found) == [3, 4]
     assert [sample["prompt"] for sample in found[4]] == ["model reads"]
     assert len(found[4][0]["text"]) > len("model reads")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("generated/1")]
+    assert shown == [(step, f"    {found[step][0]['text']}\n") for step in (3, 4)]
 
 
 def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -42,12 +47,12 @@ def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -
     run = build_run(tmp_path / "run", "qwen3", build_plan((2, 1, 1, 1)), steps=3).model_copy(
         update={
             "tasks": TasksConfig(names=["choice", "rolling"], folder=str(tasks.folder), every=2, batch_size=2),
-            "samples": SamplesConfig(prompts=["model reads", "text"], max_new_tokens=5),
+            "generate": GenerateConfig(prompts=["model reads", "text"], max_new_tokens=5),
         }
     )
     run_on_ranks(2, train_on_mesh, run, joins=False)
     metrics = read_metrics(tmp_path / "run")
-    (samples,) = (line["samples"] for line in metrics if "samples" in line)
+    (samples,) = (line["generated"] for line in metrics if "generated" in line)
     before, scores = (line for line in metrics if "tasks/choice/acc" in line)
     assert (before["step"], scores["step"]) == (2, 3)
     texts = generate_texts(str(tmp_path / "run"), ["model reads", "text"], Decoding(5, temperature=0.0))
@@ -62,8 +67,8 @@ def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -
     ("keys", "message"),
     [
         (["tasks.every=5"], "tasks: `every` is set, but `names` has no task; set `names`, or leave out `every`"),
-        (["samples.every=5"], "samples: `every` is set, but `prompts` is empty; set `prompts`, or leave out `every`"),
-        (['samples.prompts=[""]'], "samples.prompts"),
+        (["generate.every=5"], "generate: `every` is set, but `prompts` is empty; set `prompts`, or leave out `every`"),
+        (['generate.prompts=[""]'], "generate.prompts"),
     ],
 )
 def test_contradictory_settings_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
