@@ -16,7 +16,19 @@ from meshtrain.cli import SECONDS_FOR_RANK_0
 RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
 # A start takes at most this many times the CPU time of the imports that no command can avoid.
 MOST_TIMES = 4.0
-VERBS = ("train", "check", "plan", "export", "corpus", "tokenize", "generate", "report", "schema")
+VERBS = (
+    "train",
+    "sweep",
+    "learning-rate",
+    "check",
+    "plan",
+    "export",
+    "corpus",
+    "tokenize",
+    "generate",
+    "report",
+    "schema",
+)
 
 
 def meshtrain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

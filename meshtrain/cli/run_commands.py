@@ -174,13 +174,16 @@ def learning_rate(
     """
     from meshtrain.config.optimizer import LARGEST_RATE
     from meshtrain.config.toml import load_run
+    from meshtrain.runtime.environment import rank_from_environment
 
     if not 0 < lowest < highest <= LARGEST_RATE:
         raise ConfigError(
             f"--lowest {lowest:g} and --highest {highest:g}: expected rates above 0 to {LARGEST_RATE:g}",
             "pass the lower one as --lowest",
         )
-    check_writable("--html", html)
+    if rank_from_environment() == 0:
+        # The attempt creates the file and removes it, so only one process may make it.
+        check_writable("--html", html)
     config = load_run(run, overrides or ())
     _check_machine(config)
     from meshtrain.tuning.rates.trial import Bounds, remove_scratch

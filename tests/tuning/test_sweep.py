@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,17 @@ def test_page_has_a_line_for_each_run_and_the_table(tmp_path: Path) -> None:
         assert all(cell in page for cell in row)
     assert not re.search(r"<(script|link|img|iframe)|https?:", page)
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", page) == ["Comparison", "Training loss", "Evaluation loss", "Run files"]
+
+
+def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
+    (good, bad, *_) = outcomes(tmp_path, 3)
+    assert "upper edge" not in sweep_page([good])
+    rows = [{**row, "loss": 1e6} if row["step"] == 150 and "loss" in row else row for row in good.recorded.metrics]
+    diverged = Outcome(bad.run, replace(good.recorded, metrics=tuple(rows)))
+    page = sweep_page([good, diverged])
+    assert "A loss far above that of the beginning is drawn at the upper edge." in page
+    heights = re.findall(r'text-anchor="end" class="muted">([\d.,]+)</text>', wide_drawing(page, "Training loss"))
+    assert heights[-1] == "10"
 
 
 def test_many_runs_are_drawn_as_the_best_ones(tmp_path: Path) -> None:

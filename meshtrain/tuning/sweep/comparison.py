@@ -1,11 +1,13 @@
 """The comparison of the runs of a sweep: a table, the best run, and a page."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from meshtrain.config.problems import shortened
 from meshtrain.config.reading import shown_path
 from meshtrain.pictures.colors import MOST_LINES
-from meshtrain.pictures.line_chart import LineChart, draw_line_chart
+from meshtrain.pictures.line_chart import LineChart, Series, draw_line_chart
 from meshtrain.pictures.page import Html, Page, Section, figure, folded_text, paragraph, shown_table
 from meshtrain.pictures.tables import Table
 from meshtrain.profiling.report.charts import series
@@ -14,6 +16,9 @@ from meshtrain.profiling.report.recorded import RecordedRun
 from meshtrain.profiling.report.tables import shown
 from meshtrain.tuning.sweep.outcome import Outcome
 
+ROOM = 1.2
+"""End of the axis of losses, as a multiple of the highest loss at the beginning."""
+LONGEST_REASON = 240
 COLUMNS = ("state", "steps", "evaluation loss", "lowest evaluation loss", "training loss", "tokens/s", "peak memory")
 
 
@@ -55,7 +60,7 @@ def sentences(outcomes: Sequence[Outcome]) -> list[str]:
         kind = "evaluation" if winner.recorded.evaluations else "training"
         lines.append(f"Lowest {kind} loss at the end: {winner.loss:.4f}, {winner.run.name}")
     failed = [one for one in outcomes if one.state == "failed"]
-    return lines + [f"Failed: {one.run.name}: {one.reason()}" for one in failed]
+    return lines + [f"Failed: {one.run.name}: {shortened(one.reason(), LONGEST_REASON)}" for one in failed]
 
 
 def sweep_page(outcomes: Sequence[Outcome]) -> str:
@@ -81,18 +86,33 @@ def _comparison(outcomes: Sequence[Outcome]) -> Iterator[Html]:
 
 def _chart(outcomes: Sequence[Outcome], title: str, key: str) -> Iterator[Html]:
     """Draw a loss of all runs; of the best ones if these are too many."""
-    curves = [
-        (one, series(one.run.name, [row for row in one.recorded.metrics if key in row], key))
-        for one in outcomes
-        if one.recorded is not None and any(key in row for row in one.recorded.metrics)
-    ]
-    if len(curves) > MOST_LINES:
-        ranked = sorted(curves, key=lambda curve: float("inf") if curve[0].loss is None else curve[0].loss)
-        chosen = {one.run.name for one, _ in ranked[:MOST_LINES]}
-        curves = [curve for curve in curves if curve[0].run.name in chosen]
-        note = f"The {MOST_LINES} runs with the lowest loss; the table has all."
+    lines = {one.run.name: _line(one, key) for one in outcomes}
+    drawn = [one for one in outcomes if _finite(lines[one.run.name])]
+    notes = []
+    if len(drawn) > MOST_LINES:
+        best_first = sorted(drawn, key=lambda one: math.inf if one.loss is None else one.loss)
+        chosen = {one.run.name for one in best_first[:MOST_LINES]}
+        drawn = [one for one in drawn if one.run.name in chosen]
+        notes.append(f"The {MOST_LINES} runs with the lowest loss; the table has all.")
+    if not drawn:
+        return
+    curves = tuple(lines[one.run.name] for one in drawn)
+    values = [_finite(curve) for curve in curves]
+    # Otherwise all that can be seen is the run that has diverged.
+    most: float | None = ROOM * max(first for first, *_ in values)
+    if most is not None and max(map(max, values)) > most:
+        notes.append("A loss far above that of the beginning is drawn at the upper edge.")
     else:
-        note = ""
-    if curves:
-        chart = LineChart(title, tuple(curve for _, curve in curves), unit="nats per token")
-        yield figure(partial(draw_line_chart, chart), note=note)
+        most = None
+    chart = LineChart(title, curves, unit="nats per token", most=most)
+    yield figure(partial(draw_line_chart, chart), note=" ".join(notes))
+
+
+def _line(outcome: Outcome, key: str) -> Series:
+    rows = () if outcome.recorded is None else outcome.recorded.metrics
+    return series(outcome.run.name, rows, key)
+
+
+def _finite(line: Series) -> list[float]:
+    """Return the finite values of a line."""
+    return [value for _, value in line.points if value is not None and math.isfinite(value)]
