@@ -42,15 +42,9 @@ SMALL = [
     "checkpoint.every=4",
 ]
 SMALL_MODEL = ["model.config.vocab_size=300", *(f"model.config.{key}={value}" for key, value in TINY.items())]
+SHORT = ["steps=8", "evaluation.every=4", "generate.every=4", "generate.max_new_tokens=4"]
 OVERRIDES = {
-    "pretrain": [
-        *SMALL,
-        *SMALL_MODEL,
-        "steps=8",
-        "evaluation.every=4",
-        "generate.every=4",
-        "generate.max_new_tokens=4",
-    ],
+    "pretrain": [*SMALL, *SMALL_MODEL, *SHORT],
     "fine-tune": [*SMALL, "epochs=1", "data.pad_to_multiple_of=16", "plan.precision.parameters=float32"],
     "continue": [*SMALL, *SHORT],
 }
