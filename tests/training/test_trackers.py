@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshtrain.config.run import LoggingConfig, RunConfig, TrackerName
+from meshtrain.config.run import BadStepsConfig, LoggingConfig, RunConfig, TrackerName
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.environment import variables_restored
@@ -22,7 +22,7 @@ from meshtrain.training.trackers import packages
 from meshtrain.training.trackers.packages import check_trackers
 from meshtrain.training.trackers.sender import Sender
 from tests.ranks import RankError, run_on_ranks
-from tests.training.runs import build_plan, build_run, read_metrics, train_here
+from tests.training.runs import build_plan, build_run, poison_gradient, read_metrics, train_here
 from tests.training.test_metrics import evaluated_run
 
 BLOCK_BYTES, FILE_HEADER_BYTES, HEADER_BYTES = 32768, 7, 7
@@ -69,7 +69,7 @@ def small_run(directory: Path, *names: TrackerName, steps: int = 1) -> RunConfig
 
 def points_of_file(directory: Path) -> dict[tuple[int, str], float | None]:
     """Return the numbers of metrics.jsonl as a tracker names them."""
-    lines = [line for line in read_metrics(directory) if "parameters_checksum" not in line]
+    lines = [line for line in read_metrics(directory) if not line.keys() & {"parameters_checksum", "bad_step"}]
     return {
         (int(line["step"]), grouped(name)): value
         for line in lines
@@ -145,21 +145,37 @@ def test_wandb_has_one_run_with_all_metrics(resumed: tuple[RunConfig, str]) -> N
     assert [settings["global_batch_size"] for settings in configs] == [8, 8]
 
 
-def test_mlflow_has_one_run_with_all_metrics(resumed: tuple[RunConfig, str]) -> None:
+@contextmanager
+def only_mlflow_run(directory: Path) -> Iterator[tuple[Any, Any]]:
+    """Open the store of a run directory; yield its client, and the only run in it."""
     from mlflow import MlflowClient
 
-    directory = Path(resumed[0].run_directory)
     with variables(MLFLOW_ALLOW_FILE_STORE="true"):
         client = MlflowClient((directory / "mlflow").as_uri())
         (experiment,) = [found for found in client.search_experiments() if found.name == "meshtrain"]
         (run,) = client.search_runs([experiment.experiment_id])
-        found: Points = defaultdict(list)
+        yield client, run
+
+
+def mlflow_points(directory: Path) -> Points:
+    """Return all points of the only run."""
+    found: Points = defaultdict(list)
+    with only_mlflow_run(directory) as (client, run):
         for name in run.data.metrics:
             for metric in client.get_metric_history(run.info.run_id, name):
                 found[metric.step, name].append(metric.value)
+    return found
+
+
+def test_mlflow_has_one_run_with_all_metrics(resumed: tuple[RunConfig, str]) -> None:
+    check_all_there(mlflow_points(Path(resumed[0].run_directory)), Path(resumed[0].run_directory), twice={4, 5})
+
+
+def test_mlflow_has_the_first_parameters_and_the_latest_files(resumed: tuple[RunConfig, str]) -> None:
+    directory = Path(resumed[0].run_directory)
+    with only_mlflow_run(directory) as (client, run):
         artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
         plan = Path(client.download_artifacts(run.info.run_id, "plan.toml")).read_text()
-    check_all_there(found, directory, twice={4, 5})
     assert (run.info.status, run.info.run_name) == ("FINISHED", "out")
     assert run.info.run_id == json.loads((directory / "trackers.json").read_text())["mlflow"]
     assert run.data.params["global_batch_size"] == "8"
@@ -198,6 +214,21 @@ def test_tracker_that_cannot_be_opened_stops_the_first_start_only(tmp_path: Path
     assert warning.startswith("warning: mlflow: ")
     assert warning.endswith("; training goes on without this tracker, and metrics.jsonl has all metrics")
     assert [line["step"] for line in read_metrics(tmp_path / "out") if "loss" in line] == [1, 2]
+
+
+def train_poisoned(config: RunConfig) -> str:
+    poison_gradient(5)
+    return train_tracked(config)
+
+
+def test_rewind_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    config = small_run(tmp_path / "out", "mlflow", steps=6)
+    config = config.model_copy(update={"bad_steps": BadStepsConfig(policy="rewind")})
+    run_on_ranks(1, train_poisoned, config, joins=False)
+    found = mlflow_points(tmp_path / "out")
+    assert [len(found[step, "train/loss"]) for step in range(1, 7)] == [1, 1, 1, 2, 1, 1]
+    check_all_there(found, tmp_path / "out", twice={4})
 
 
 def test_missing_package_is_refused_before_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

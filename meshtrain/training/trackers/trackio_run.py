@@ -33,4 +33,4 @@ class TrackioRun:
         self._run.log(dict(metrics), step=step)
 
     def end(self, ending: Ending) -> None:
-        self._run.finish()
+        trackio.finish()

@@ -10,6 +10,8 @@ from meshtrain.config.run import RunConfig
 from meshtrain.training.trackers.tracker import PROJECT, Ending, TrackerFailed, first_line, settings_table
 
 END_SECONDS = 30.0
+FLUSH_SECONDS = 1.0
+"""W&B writes every 15 s, and a kill would cost that much, also of steps before a checkpoint."""
 STEP = "step"
 """The metric over which the others are drawn. W&B's own step cannot go back after a resumption."""
 
@@ -36,7 +38,12 @@ class WandbRun:
                 allow_val_change=True,
                 # A program may have a run of its own.
                 reinit="create_new",
-                settings=wandb.Settings(console="off", quiet=True, finish_timeout=END_SECONDS),
+                settings=wandb.Settings(
+                    console="off",
+                    quiet=True,
+                    finish_timeout=END_SECONDS,
+                    x_transaction_log_flush_interval=FLUSH_SECONDS,
+                ),
             )
         except (wandb.Error, OSError) as error:
             raise TrackerFailed(first_line(error), "run `wandb login`, or set WANDB_MODE=offline") from error
