@@ -22,6 +22,7 @@ from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
+from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
@@ -88,14 +89,13 @@ def account(
         plan: resolved.
         optimizer: of the run.
     """
-    kept = optimizer.state_bytes(_width(plan.precision.parameters))
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, dims, kept) for stage, owner in zip(stages, owners, strict=True)]
+    return [_share(stage, owner, plan, dims, optimizer) for stage, owner in zip(stages, owners, strict=True)]
 
 
 def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
@@ -162,10 +162,12 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], kept: int) -> StageShare:
+def _share(
+    stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], optimizer: OptimizerConfig
+) -> StageShare:
     parameters = dict(stage.model.named_parameters())
-    local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
-    width = _width(plan.precision.parameters)
+    sizes = {name: math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters}
+    width, matrices, local = _width(plan.precision.parameters), hidden_matrices(stage), sum(sizes.values())
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
@@ -178,7 +180,9 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
         num_local_parameters=local,
         parameter_bytes=local * width,
         gradient_bytes=local * width,
-        optimizer_bytes=local * kept,
+        optimizer_bytes=sum(
+            size * optimizer.state_bytes(width, of_matrix=name in matrices) for name, size in sizes.items()
+        ),
     )
 
 

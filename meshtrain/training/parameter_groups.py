@@ -2,47 +2,63 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshtrain.config.optimizer import GroupConfig, OptimizerConfig
 from meshtrain.errors import Problem
 from meshtrain.models.patterns import compile_pattern, nearest
+from meshtrain.training.muon import IS_MATRIX
 
 FACTOR = "learning_rate_factor"
 """The option of a group that says how high its learning rate is, relative to that of the run."""
 
 
-def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer: for the rest and for each group of a run, two.
+# A group of a run, and the sort of its parameters.
+_Sort = tuple[int | None, Literal["by muon", "matrices", "others"]]
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, by_muon: Collection[Tensor] = ()
+) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer: for the rest and for each group of a run, two or three.
 
     The first one has the matrices, which weight decay applies to, and the second one has norms and
-    biases. Each process has all groups, also those of which it has no parameter.
+    biases. With Muon there is one before them, of the matrices that it updates. Each process has
+    all groups, also those of which it has no parameter.
 
     Args:
         parameters: stock FQN and local part of each. The parts of a fused one have one FQN.
         config: of the run.
+        by_muon: those that Muon updates, if it is the optimizer.
     """
-    sorts: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
-    numbers = (None, *range(len(config.groups)))
-    for number in numbers:
-        sorts |= {(number, True): [], (number, False): []}
+    has_muon = config.name == "muon"
+    sorts: dict[_Sort, list[nn.Parameter]] = {}
+    for number in (None, *range(len(config.groups))):
+        sorts |= {(number, "by muon"): []} if has_muon else {}
+        sorts |= {(number, "matrices"): [], (number, "others"): []}
     for name, parameter in parameters:
-        sorts[group_of(name, config.groups), parameter.dim() >= 2].append(parameter)
-    return [
-        {"params": members, **_options(None if number is None else config.groups[number], config, is_matrix=is_matrix)}
-        for (number, is_matrix), members in sorts.items()
-    ]
+        number = group_of(name, config.groups)
+        if has_muon and parameter in by_muon:
+            sorts[number, "by muon"].append(parameter)
+        else:
+            sorts[number, "matrices" if parameter.dim() >= 2 else "others"].append(parameter)
+    return [{"params": members, **_options(sort, config)} for sort, members in sorts.items()]
 
 
-def _options(group: GroupConfig | None, config: OptimizerConfig, *, is_matrix: bool) -> dict[str, float]:
-    decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
+def _options(sort: _Sort, config: OptimizerConfig) -> dict[str, Any]:
+    number, kind = sort
+    group = None if number is None else config.groups[number]
+    decay, rate = config.weight_decay if kind != "others" else 0.0, config.learning_rate
+    if kind != "by muon" and config.adamw_learning_rate is not None:
+        rate = config.adamw_learning_rate
     if group is not None and group.weight_decay is not None:
         decay = group.weight_decay
     if group is not None and group.learning_rate is not None:
-        factor = group.learning_rate / config.learning_rate
-    return {"weight_decay": decay, FACTOR: factor}
+        rate = group.learning_rate
+    options: dict[str, Any] = {"weight_decay": decay, FACTOR: rate / config.learning_rate}
+    return options | {IS_MATRIX: kind == "by muon"} if config.name == "muon" else options
 
 
 def group_of(name: str, groups: Sequence[GroupConfig]) -> int | None:

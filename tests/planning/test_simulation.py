@@ -105,9 +105,11 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
-def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName) -> None:
-    run = make_run("llama", PLANS["fsdp"], microbatches=2, values=SMALL)
+@pytest.mark.parametrize(
+    ("name", "plan"), [("lion", "fsdp"), ("sgd", "fsdp"), ("muon", "fsdp"), ("muon", "copies of fsdp, level 2")]
+)
+def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName, plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
     assert abs(compare_run(replace(run, optimizer=OptimizerConfig(name=name)))) <= NEAR
 
 

@@ -103,7 +103,7 @@ class Estimator:
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
-        self._kept = optimizer.state_bytes(self._parameter)
+        self._kept = tuple(optimizer.state_bytes(self._parameter, of_matrix=it) for it in (False, True))
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
@@ -129,7 +129,10 @@ class Estimator:
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
         uses_fsdp = candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
-        state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + self._kept)
+        # Nearly all parameters of layers are matrices.
+        around = self._shard(candidate, shape.around[rank])
+        kept = around * self._kept[False] + (shard - around) * self._kept[True]
+        state = 0.0 if candidate.offload == "cpu" else shard * self._parameter + kept
         if uses_fsdp:
             largest = self._largest_layer(candidate)
             layer = largest * self._compute
@@ -327,12 +330,14 @@ class _Shape:
         layers: number of layers.
         parameters: number of parameters, without experts.
         experts: number of parameters of experts.
+        around: number of parameters that belong to no layer.
         head_rank: the one that holds the head.
     """
 
     layers: tuple[int, ...]
     parameters: tuple[int, ...]
     experts: tuple[int, ...]
+    around: tuple[int, ...]
     head_rank: int
 
 
@@ -345,9 +350,11 @@ def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSi
         parameters[owner] += sum(sizes.layers[begin : begin + number])
         experts[owner] += sum(sizes.experts[begin : begin + number])
         begin += number
-    parameters[owners[0]] += sizes.around[0]
-    parameters[owners[-1]] += sizes.around[1]
-    return _Shape(tuple(layers), tuple(parameters), tuple(experts), owners[-1])
+    around = [0] * pp
+    around[owners[0]] += sizes.around[0]
+    around[owners[-1]] += sizes.around[1]
+    parameters = [own + others for own, others in zip(parameters, around, strict=True)]
+    return _Shape(tuple(layers), tuple(parameters), tuple(experts), tuple(around), owners[-1])
 
 
 @cache

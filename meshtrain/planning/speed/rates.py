@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, MeshPlan, axes_named, fsdp_axis_of
+from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
 
 GB, TERA = 1e9, 1e12
@@ -34,7 +34,7 @@ class Rates:
         self._speed, self._on_host = speed, optimizer_on_host
         self.fsdp_axis = mesh.fsdp_axis
         self._fsdp_axes = {fsdp_axis_of(mesh.degrees, axes) for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
-        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, *self._fsdp_axes}}
+        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, *self._fsdp_axes, STAGE}}
         self._seconds: dict[tuple[Work, bool], float] = {}
 
     def compute_seconds(self, work: Counter[Work], *, in_optimizer: bool = False) -> float:
