@@ -63,11 +63,19 @@ class GroupConfig(Settings):
     rest."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
     """Weight decay of all these parameters, also of norms and biases. Left out: as for the rest."""
+    frozen: bool = False
+    """Whether these parameters stay as they are: they get no gradient, and the optimizer keeps
+    nothing for them."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:
-        if self.learning_rate is None and self.weight_decay is None:
-            raise ConfigError("neither `learning_rate` nor `weight_decay` is set", "set one, or leave the group out")
+        options = [key for key in ("learning_rate", "weight_decay") if getattr(self, key) is not None]
+        if self.frozen and options:
+            raise ConfigError(f"`{options[0]}` is set for a frozen group", "leave it out, or set frozen = false")
+        if not (self.frozen or options):
+            raise ConfigError(
+                "none of `learning_rate`, `weight_decay` and `frozen` is set", "set one, or leave the group out"
+            )
         return self
 
 

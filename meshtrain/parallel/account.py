@@ -43,8 +43,8 @@ class StageShare:
         num_parameters: of the full stage. The copy of a tied head counts.
         num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
-        gradient_bytes: on one process, sharded like the parameters.
-        optimizer_bytes: on one process, for what the optimizer keeps.
+        gradient_bytes: on one process, sharded like the parameters. Frozen ones have none.
+        optimizer_bytes: on one process, for what the optimizer keeps of those that train.
     """
 
     stage: int
@@ -168,6 +168,7 @@ def _share(
     parameters = dict(stage.model.named_parameters())
     sizes = {name: math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters}
     width, matrices, local = _width(plan.precision.parameters), hidden_matrices(stage), sum(sizes.values())
+    trained = {name: size for name, size in sizes.items() if parameters[name].requires_grad}
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
@@ -179,9 +180,9 @@ def _share(
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_local_parameters=local,
         parameter_bytes=local * width,
-        gradient_bytes=local * width,
+        gradient_bytes=sum(trained.values()) * width,
         optimizer_bytes=sum(
-            size * optimizer.state_bytes(width, of_matrix=name in matrices) for name, size in sizes.items()
+            size * optimizer.state_bytes(width, of_matrix=name in matrices) for name, size in trained.items()
         ),
     )
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from meshtrain.config.optimizer import GroupConfig, OptimizerConfig
 from meshtrain.errors import Problem
@@ -22,11 +23,11 @@ _Sort = tuple[int | None, Literal["by muon", "matrices", "others"]]
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, by_muon: Collection[Tensor] = ()
 ) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer: for the rest and for each group of a run, two or three.
+    """Return the groups of an optimizer: two or three for the rest and for each group of a run.
 
     The first one has the matrices, which weight decay applies to, and the second one has norms and
     biases. With Muon there is one before them, of the matrices that it updates. Each process has
-    all groups, also those of which it has no parameter.
+    all groups, also those of which it has no parameter. Frozen groups are left out.
 
     Args:
         parameters: stock FQN and local part of each. The parts of a fused one have one FQN.
@@ -35,7 +36,8 @@ def parameter_groups(
     """
     has_muon = config.name == "muon"
     sorts: dict[_Sort, list[nn.Parameter]] = {}
-    for number in (None, *range(len(config.groups))):
+    trained = [number for number, group in enumerate(config.groups) if not group.frozen]
+    for number in (None, *trained):
         sorts |= {(number, "by muon"): []} if has_muon else {}
         sorts |= {(number, "matrices"): [], (number, "others"): []}
     for name, parameter in parameters:
@@ -69,6 +71,21 @@ def group_of(name: str, groups: Sequence[GroupConfig]) -> int | None:
     return None
 
 
+def freeze(model: PreTrainedModel, config: OptimizerConfig) -> None:
+    """Freeze the parameters of frozen groups, in place. A tied weight has the name of the original.
+
+    Args:
+        model: a stock model, on the meta device.
+        config: of the run.
+    """
+    if not any(group.frozen for group in config.groups):
+        return
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        number = group_of(model.all_tied_weights_keys.get(name, name), config.groups)
+        if number is not None and config.groups[number].frozen:
+            parameter.requires_grad = False
+
+
 def _names(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a parameter, or a module around it."""
     regex = compile_pattern(pattern)
@@ -84,7 +101,7 @@ def group_problems(config: OptimizerConfig, names: Collection[str], ties: Mappin
 
     Args:
         config: of the run.
-        names: of the parameters that it trains.
+        names: of the parameters of the model.
         ties: name of a tied weight -> the one of these that it is.
     """
     known = list(dict.fromkeys(it for name in names for it in _with_modules(name)))
@@ -93,6 +110,8 @@ def group_problems(config: OptimizerConfig, names: Collection[str], ties: Mappin
     if unmatched:
         return [_unmatched(pattern, known, ties) for pattern in unmatched]
     used = {group_of(name, config.groups) for name in names}
+    if all(number is not None and config.groups[number].frozen for number in used):
+        return [Problem("optimizer.groups: every parameter is frozen, so there is nothing to train", "leave one out")]
     return [
         Problem(
             f"optimizer.groups: groups before it have all parameters of {group.parameters}",

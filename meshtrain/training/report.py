@@ -59,7 +59,7 @@ def plan_table(resolved: ResolvedRun) -> Table:
     """Return a resolved plan, without the rules of its family."""
     plan, model = resolved.plan, resolved.model
     rows = [
-        ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
+        ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters{_frozen(model)}"),
         ("mesh", plan.mesh.described(only_wide=False)),
     ]
     if plan.mesh.pp > 1:
@@ -93,6 +93,12 @@ def plan_table(resolved: ResolvedRun) -> Table:
     chunk = plan.loss.size
     rows.append(("loss", f"logits in chunks of {chunk:,} tokens" if chunk else "all logits at once"))
     return Table(f"Plan {plan_hash(plan)}", ("part", "resolved"), tuple(rows))
+
+
+def _frozen(model: PreTrainedModel) -> str:
+    """Return how many of the parameters train, if some are frozen."""
+    trained = model.num_parameters(only_trainable=True)
+    return "" if trained == model.num_parameters() else f", of which {trained:,} train"
 
 
 def _shard(plan: ParallelPlan) -> str:

@@ -25,7 +25,7 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
-from meshtrain.training.parameter_groups import group_problems
+from meshtrain.training.parameter_groups import freeze, group_problems
 
 # Stands in for a number of steps that is known only after the text is read.
 ANY_NUMBER = 1_000_000
@@ -97,9 +97,10 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         separates=data.documents == "separate",
     )
     ties = model.all_tied_weights_keys
-    trained = [ties.get(name, name) for name, _ in model.named_parameters()]
-    if problems := group_problems(config.optimizer, trained, ties):
+    names = [ties.get(name, name) for name, _ in model.named_parameters()]
+    if problems := group_problems(config.optimizer, names, ties):
         raise ConfigError(problems)
+    freeze(model, config.optimizer)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     return ResolvedRun(config, hf_config, model, plan, batch, _find_half(hf_config))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
+from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
@@ -111,6 +111,13 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
 def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName, plan: str) -> None:
     run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
     assert abs(compare_run(replace(run, optimizer=OptimizerConfig(name=name)))) <= NEAR
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+def test_simulated_frozen_parameters_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    groups = [GroupConfig(parameters=["model.embed_tokens", "model.layers.0"], frozen=True)]
+    assert abs(compare_run(replace(run, optimizer=OptimizerConfig(groups=groups)))) <= NEAR
 
 
 def test_compiled_layers_are_simulated_as_they_are_written() -> None:

@@ -428,7 +428,11 @@ def test_check_counts_what_a_matrix_keeps(name: OptimizerName) -> None:
         ),
         (
             {"groups": [{"parameters": ["a"]}]},
-            "neither `learning_rate` nor `weight_decay` is set; set one, or leave the group out",
+            "none of `learning_rate`, `weight_decay` and `frozen` is set; set one, or leave the group out",
+        ),
+        (
+            {"groups": [{"parameters": ["a"], "frozen": True, "weight_decay": 0.0}]},
+            "`weight_decay` is set for a frozen group; leave it out, or set frozen = false",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_optimizer
+from meshtrain.training.parameter_groups import freeze
 from meshtrain.training.step import StepContext, train_step
 
 WARM_UP, STEPS = 3, 15
@@ -31,6 +32,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         attention=run.attention,
         trust_remote_code=run.trust_remote_code,
     )
+    freeze(model, run.optimizer)
     pipeline = build_pipeline(
         model,
         init_mesh(plan.mesh, device.type),

@@ -43,6 +43,7 @@ class ModelSizes:
         layers: number of parameters of each layer, without experts.
         experts: number of parameters of the stacked experts of each layer.
         around: number of parameters before the layers, and after them.
+        trained_share: of all parameters; the others are frozen.
         layer_flops: per token, of each layer.
         head_flops: per token, after the layers.
         exchanged: number of elements that travel to experts and back for a token, in a layer.
@@ -52,6 +53,7 @@ class ModelSizes:
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     around: tuple[int, int]
+    trained_share: float
     layer_flops: tuple[float, ...]
     head_flops: float
     exchanged: int
@@ -132,17 +134,18 @@ class Estimator:
         # Nearly all parameters of layers are matrices.
         around = self._shard(candidate, shape.around[rank])
         kept = around * self._kept[False] + (shard - around) * self._kept[True]
-        state = 0.0 if candidate.offload == "cpu" else shard * self._parameter + kept
+        trained = self._sizes.trained_share
+        state = 0.0 if candidate.offload == "cpu" else shard * self._parameter + trained * kept
         if uses_fsdp:
             largest = self._largest_layer(candidate)
             layer = largest * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
             is_whole = (number > 1 or candidate.pp > 1) and not self._plan.shard.reduces_each_microbatch
-            gradients = whole * self._reduce if is_whole else shard * self._parameter
+            gradients = trained * (whole * self._reduce if is_whole else shard * self._parameter)
             # The buffers of a gather and of a reduction.
             gathered += layer + largest * self._reduce
         else:
-            gathered, gradients = 0.0, shard * self._parameter
+            gathered, gradients = 0.0, trained * shard * self._parameter
         kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
         chunks = self._chunks(candidate, number)[rank]
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
@@ -300,7 +303,7 @@ class Estimator:
         if candidate.offload == "cpu":
             rate = self._speed.host_memory_gb_per_second
         # Parameters, gradients and two moments are read, and three of them are written.
-        return 7 * shard * self._parameter / (rate * GB)
+        return 7 * self._sizes.trained_share * shard * self._parameter / (rate * GB)
 
     def _border_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of messages between stages that a process waits for."""
