@@ -45,7 +45,10 @@ class Rates:
             in_optimizer: whether they belong to the update of the parameters.
         """
         on_host = in_optimizer and self._on_host
-        device = sum(self._operator_seconds(kind, on_host=on_host) * number for kind, number in work.items())
+        # Matrices that the optimizer multiplies are on the device.
+        device = sum(
+            self._operator_seconds(kind, on_host=on_host and not kind.flops) * number for kind, number in work.items()
+        )
         host = self._speed.operator_seconds * sum(work.values())
         return max(device, host) if self.is_asynchronous else device + host
 
