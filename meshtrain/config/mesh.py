@@ -50,6 +50,8 @@ DATA_AXES = tuple(axis for axis in AXES if ROLES[axis].splits == "samples")
 MODEL_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
 # Ranks along these axes hold the same stage.
 STAGE_AXES = tuple(axis for axis in AXES if ROLES[axis].splits != "layers")
+# The name of these axes as one.
+STAGE = "stage"
 # Ranks along these axes hold different parts of a parameter.
 PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
 # Ranks along these axes train different tokens, so their losses and gradients are summed.
@@ -59,7 +61,7 @@ FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in TOKEN_AXES)
 # FSDP2 shards stacked experts over these axes, because each expert lies on one rank of the others.
 EXPERT_FSDP_AXES = tuple(axis for axis in FSDP_AXES if not ROLES[axis].divides_experts)
 # Name -> axes that are joined to one, if several of them are wide.
-_JOINED = {"_".join(axes): axes for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
+_JOINED = {"_".join(axes): axes for axes in (FSDP_AXES, EXPERT_FSDP_AXES)} | {STAGE: STAGE_AXES}
 # Full copies of the model along these axes sum their gradients.
 REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in FSDP_AXES)
 

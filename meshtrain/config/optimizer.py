@@ -20,8 +20,12 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-OptimizerName = Literal["adamw", "lion", "sgd"]
+OptimizerName = Literal["adamw", "lion", "muon", "sgd"]
 OptimizerState = Literal["parameters", "bfloat16"]
+AdjustedLearningRate = Literal["match_rms_adamw", "original"]
+LearningRate = Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)]
+# Keys that the optimizer of matrices reads alone.
+_OF_MUON = ("adamw_learning_rate", "muon_momentum", "adjust_lr_fn")
 
 
 class OptimizerKind(NamedTuple):
@@ -31,17 +35,21 @@ class OptimizerKind(NamedTuple):
         class_name: of its class.
         num_states: how many numbers it keeps for each one of a parameter.
         unread: keys of its table that it does not read.
+        num_matrix_states: how many numbers it keeps for each one of a matrix of the layers; None:
+            as for other parameters.
     """
 
     class_name: str
     num_states: int
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = _OF_MUON
+    num_matrix_states: int | None = None
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adamw": OptimizerKind("AdamW", 2),
-    "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
-    "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state")),
+    "lion": OptimizerKind("Lion", 1, ("epsilon", "state", *_OF_MUON)),
+    "muon": OptimizerKind("Muon", 2, ("state",), num_matrix_states=1),
+    "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state", *_OF_MUON)),
 }
 
 
@@ -57,11 +65,19 @@ class GroupConfig(Settings):
     rest."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] | None = None
     """Weight decay of all these parameters, also of norms and biases. Left out: as for the rest."""
+    frozen: bool = False
+    """Whether these parameters stay as they are: they get no gradient, and the optimizer keeps
+    nothing for them."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:
-        if self.learning_rate is None and self.weight_decay is None:
-            raise ConfigError("neither `learning_rate` nor `weight_decay` is set", "set one, or leave the group out")
+        options = [key for key in ("learning_rate", "weight_decay") if getattr(self, key) is not None]
+        if self.frozen and options:
+            raise ConfigError(f"`{options[0]}` is set for a frozen group", "leave it out, or set frozen = false")
+        if not (self.frozen or options):
+            raise ConfigError(
+                "none of `learning_rate`, `weight_decay` and `frozen` is set", "set one, or leave the group out"
+            )
         return self
 
 
@@ -70,9 +86,13 @@ class OptimizerConfig(Settings):
 
     name: OptimizerName = "adamw"
     """`adamw`; `lion`, which keeps one number for each parameter where AdamW keeps two, and needs a
-    learning rate about a fifth as high; or `sgd` with momentum, which keeps one."""
-    learning_rate: Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)] = 3e-4
-    """Highest learning rate; `[learning_rate]` defines how it changes over the run."""
+    learning rate about a fifth as high; `muon` for the matrices of the layers, with `adamw` for all
+    other parameters; or `sgd` with momentum, which keeps one."""
+    learning_rate: LearningRate = 3e-4
+    """Highest learning rate; `[learning_rate]` defines how it changes over the run. `muon`: that of
+    the matrices."""
+    adamw_learning_rate: LearningRate | None = None
+    """`muon`: highest learning rate of all other parameters. Left out: `learning_rate`."""
     beta1: Fraction = 0.9
     """Decay rate of the mean of the gradients. `lion`: weight of the moment in a step. `sgd`:
     momentum."""
@@ -83,6 +103,12 @@ class OptimizerConfig(Settings):
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
     """Weight decay. It applies to matrices only, not to norms and biases. It is decoupled from the
     gradient, except under `sgd`, which adds it to the gradient."""
+    muon_momentum: Fraction = 0.95
+    """`muon`: decay rate of the mean of the gradients of a matrix."""
+    adjust_lr_fn: AdjustedLearningRate = "match_rms_adamw"
+    """`muon`: factor of the learning rate of a matrix, as in `torch.optim.Muon`. `match_rms_adamw`
+    is 0.2 times the root of its longer side, so that a learning rate of AdamW fits. `original` is
+    the root of rows / columns, at least 1, and needs a learning rate of about 0.02."""
     state: OptimizerState = "parameters"
     """Number format of the two moments of AdamW between steps: that of the parameters, or
     `bfloat16` with stochastic rounding, for parameters in float32. It saves 4 bytes per
@@ -100,14 +126,24 @@ class OptimizerConfig(Settings):
                 raise ConfigError(f"`{key}` is not read by the optimizer {self.name!r}", "leave it out")
         return self
 
-    def state_bytes(self, parameter: int) -> int:
+    @property
+    def takes_whole_matrices(self) -> bool:
+        """Whether a matrix of the layers is updated as a whole, and not each number alone."""
+        return OPTIMIZERS[self.name].num_matrix_states is not None
+
+    def state_bytes(self, parameter: int, *, of_matrix: bool) -> int:
         """Return the bytes that the optimizer keeps for a number of a parameter.
 
         Args:
             parameter: bytes of the number itself.
+            of_matrix: whether it belongs to a matrix of the layers.
         """
+        kind = OPTIMIZERS[self.name]
+        number = kind.num_states
+        if of_matrix and kind.num_matrix_states is not None:
+            number = kind.num_matrix_states
         has_state = self.name != "sgd" or self.beta1 > 0
-        return has_state * OPTIMIZERS[self.name].num_states * (parameter if self.state == "parameters" else 2)
+        return has_state * number * (parameter if self.state == "parameters" else 2)
 
 
 STOCK_OPTIMIZER = OptimizerConfig()

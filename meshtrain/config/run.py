@@ -276,13 +276,15 @@ class RunConfig(Settings):
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
 
-    def kept_bytes(self, parameter: int) -> int:
+    def kept_bytes(self, parameter: int, *, of_matrix: bool) -> int:
         """Return the bytes that are kept between steps for a number of a parameter, besides it.
 
         Args:
             parameter: bytes of the number itself.
+            of_matrix: whether it belongs to a matrix of the layers.
         """
-        return self.optimizer.state_bytes(parameter) + self.ema.bytes_per_number(parameter)
+        of_average = self.ema.bytes_per_number(parameter)
+        return self.optimizer.state_bytes(parameter, of_matrix=of_matrix) + of_average
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -316,6 +318,9 @@ class RunConfig(Settings):
                 "`model.enlarge_vocabulary` = true adds rows that should train, and `lora.rank` freezes them",
                 "leave out one of them",
             )
+        if self.optimizer.takes_whole_matrices or any(group.frozen for group in self.optimizer.groups):
+            what = "frozen groups" if any(group.frozen for group in self.optimizer.groups) else "the optimizer 'muon'"
+            raise ConfigError(f"`optimizer` has {what}, and `lora.rank` trains adapters alone", "leave out one of them")
         if self.ema.decay is not None:
             raise ConfigError(
                 "`ema.decay` averages the weights, and `lora.rank` trains adapters, whose average is not exported",

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,27 @@ def local_ranges(tensor: Tensor) -> list[slice]:
     return _ranges(local_indices(tensor))
 
 
+@functools.lru_cache(maxsize=4096)
+def ranges_at(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> tuple[slice, ...]:
+    """Return the block of a tensor that any process holds, as a range in every dimension.
+
+    Unlike `local_ranges`, it computes without tensors, also in a simulation.
+
+    Args:
+        shape: of the global tensor.
+        mesh: of the tensor. Its sizes count, and not its processes.
+        placements: of the tensor.
+        coordinate: of the process on the mesh.
+    """
+    ranges = [range(size) for size in shape]
+    for axis, dim in _splits(shape, placements):
+        size = -(-len(ranges[dim]) // mesh.size(axis))
+        ranges[dim] = ranges[dim][size * coordinate[axis] : size * (coordinate[axis] + 1)]
+    return tuple(slice(own.start, own.stop) if own else slice(0, 0) for own in ranges)
+
+
 def holders_of(tensor: DTensor) -> list[tuple[int, list[slice]]]:
     """Return the ranks that hold the blocks of a tensor, each with a range in every dimension.
 
@@ -67,6 +88,13 @@ def _split_indices(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> list[Tensor]:
     indices = [torch.arange(size) for size in shape]
+    for axis, dim in _splits(shape, placements):
+        indices[dim] = split(indices[dim], mesh.size(axis))[coordinate[axis]]
+    return indices
+
+
+def _splits(shape: Sequence[int], placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
+    """Yield each axis of a mesh that splits a tensor, and the dimension, in their order."""
     # _StridedShard means that FSDP2 split the shard of tensor parallelism, although its mesh axis
     # comes first. Splitting in that order is exact. torch's own arithmetic with split_factor is
     # wrong by some rows for some uneven sizes: 13 rows over dp_shard = 3 x tp = 2, or GPT-2's
@@ -76,6 +104,4 @@ def _split_indices(
             continue
         dim = split_dim(placement)
         assert dim is not None, f"a parameter cannot be {placement}"
-        dim %= len(shape)
-        indices[dim] = split(indices[dim], mesh.size(axis))[coordinate[axis]]
-    return indices
+        yield axis, dim % len(shape)

@@ -10,6 +10,7 @@ experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
 float8: matrix products of linear layers in float8.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
+matrices: the matrices of the layers, for optimizers that update them as a whole.
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
 randomness: random streams for dropout.

@@ -26,6 +26,7 @@ from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.experts.stacks import expert_parameters
+from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.adapters import dims_of_adapters
@@ -47,8 +48,9 @@ class StageShare:
         num_parameters: of the full stage. The copy of a tied head counts.
         num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
-        gradient_bytes: on one process, sharded like the parameters.
-        optimizer_bytes: on one process, for what the optimizer keeps, and the average of weights.
+        gradient_bytes: on one process, sharded like the parameters. Frozen ones have none.
+        optimizer_bytes: on one process, for what the optimizer keeps of those that train, and the
+            average of weights.
     """
 
     stage: int
@@ -107,14 +109,14 @@ def account(
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
 
-    def state_bytes(width: int) -> int:
-        return optimizer.state_bytes(width) + ema.bytes_per_number(width)
+    def kept(width: int, *, of_matrix: bool) -> int:
+        return optimizer.state_bytes(width, of_matrix=of_matrix) + ema.bytes_per_number(width)
 
     shares = []
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))
         held = _Held(dict(stage.model.named_parameters()), own, dims)
-        shares.append(_share(stage, owner, plan, held, state_bytes))
+        shares.append(_share(stage, owner, plan, held, kept))
     return shares
 
 
@@ -196,9 +198,7 @@ class _Held(NamedTuple):
     dims: Mapping[str, int]
 
 
-def _share(
-    stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, state_bytes: Callable[[int], int]
-) -> StageShare:
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Callable[..., int]) -> StageShare:
     experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
     parameters = {**held.own, **held.of_adapters}
     local = {
@@ -206,7 +206,7 @@ def _share(
         for name, parameter in parameters.items()
     }
     # Adapters have a number format of their own.
-    width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
+    width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
     widths = {name: held.of_adapters[name].itemsize if name in held.of_adapters else width for name in parameters}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     per_stage = plan.mesh.degree(*STAGE_AXES)
@@ -221,7 +221,7 @@ def _share(
         num_local_parameters=sum(local.values()),
         parameter_bytes=sum(local[name] * widths[name] for name in parameters),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
-        optimizer_bytes=sum(local[name] * state_bytes(widths[name]) for name in trained),
+        optimizer_bytes=sum(local[name] * kept(widths[name], of_matrix=name in matrices) for name in trained),
     )
 
 

@@ -9,7 +9,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtrain.compat.distributed import concatenated, joined_axes
-from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, TOKEN_AXES, MeshPlan, fsdp_axis_of
+from meshtrain.config.mesh import (
+    AXES,
+    DATA_AXES,
+    FSDP_AXES,
+    REPLICA_AXES,
+    STAGE,
+    STAGE_AXES,
+    TOKEN_AXES,
+    MeshPlan,
+    axes_named,
+    fsdp_axis_of,
+)
 
 
 def init_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
@@ -62,6 +73,38 @@ def replica_group(mesh: DeviceMesh) -> ProcessGroup | None:
     wide = [axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1]
     assert len(wide) < 2, f"copies along several axes: {wide}"
     return mesh.get_group(wide[0]) if wide else None
+
+
+def stage_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return the group of the processes that hold the same stage; None if there is one.
+
+    Collective over all processes of the mesh.
+    """
+    wide = [axis for axis in STAGE_AXES if axis_size(mesh, axis) > 1]
+    if len(wide) > 1:
+        return joined_axes(mesh, STAGE_AXES, STAGE).get_group()
+    return mesh.get_group(wide[0]) if wide else None
+
+
+def place_on(part: DeviceMesh, mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
+    """Return the coordinate of any process on a part of the mesh, such as that of a parameter.
+
+    Args:
+        part: some axes of the mesh, of which several may be joined.
+        mesh: all axes.
+        rank: number of the process.
+    """
+    everywhere = {}
+    for axis in reversed(AXES):
+        rank, everywhere[axis] = divmod(rank, axis_size(mesh, axis))
+    assert part.mesh_dim_names is not None
+    place = []
+    for name in part.mesh_dim_names:
+        at = 0
+        for axis in axes_named(name):
+            at = at * axis_size(mesh, axis) + everywhere[axis]
+        place.append(at)
+    return tuple(place)
 
 
 def data_rank(mesh: DeviceMesh) -> int:

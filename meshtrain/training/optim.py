@@ -2,19 +2,24 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.errors import ConfigError, Problem
 from meshtrain.models.positions import global_places
 from meshtrain.parallel.local_parameter import as_local, full_parameter
+from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
 from meshtrain.training.lion import Lion
+from meshtrain.training.matrix_exchange import MatrixExchange
+from meshtrain.training.muon import Muon
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
 
@@ -41,15 +46,26 @@ def build_optimizer(
         local: returns the local part of a parameter.
     """
     fqns = pipeline.canonical_names()
-    trained = [(fqns[name], local(parameter)) for name, parameter in pipeline.trainable_parameters()]
+    locals_of = {name: (local(parameter), parameter) for name, parameter in pipeline.trainable_parameters()}
+    trained = [(fqns[name], own) for name, (own, _) in locals_of.items()]
     # The groups of a run have stock names, also those of parameters that are kept in parts.
     stock_names = {part: entry.name for entry in pipeline.fused for part in entry.parts}
-    groups = parameter_groups(((stock_names.get(name, name), it) for name, it in trained), config)
-    return optimizer_over(trained, groups, config, seed=pipeline.streams.seed)
+    matrices: dict[Tensor, Tensor] = {}
+    if config.takes_whole_matrices:
+        hidden = {name for stage in pipeline.stages for name in hidden_matrices(stage)}
+        matrices = {own: full for name, (own, full) in locals_of.items() if name in hidden}
+    groups = parameter_groups(((stock_names.get(name, name), it) for name, it in trained), config, matrices)
+    return optimizer_over(trained, groups, config, seed=pipeline.streams.seed, matrices=matrices, mesh=pipeline.mesh)
 
 
 def optimizer_over(
-    parameters: Sequence[tuple[str, nn.Parameter]], groups: list[dict[str, Any]], config: OptimizerConfig, *, seed: int
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    *,
+    seed: int,
+    matrices: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    mesh: DeviceMesh | None = None,
 ) -> Optimizer:
     """Build the optimizer of a run over parameters.
 
@@ -58,6 +74,8 @@ def optimizer_over(
         groups: of these parameters.
         config: of the run.
         seed: of the run, for stochastic rounding.
+        matrices: those of them that Muon updates, if it is the optimizer -> the model's parameter.
+        mesh: all processes; None: this one is alone.
     """
     betas = config.beta1, config.beta2
     if config.name == "sgd":
@@ -66,6 +84,9 @@ def optimizer_over(
     if config.name == "lion":
         return Lion(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
+    if config.name == "muon":
+        options |= {"muon_momentum": config.muon_momentum, "adjust_lr_fn": config.adjust_lr_fn}
+        return Muon(groups, MatrixExchange(matrices, mesh), weight_decay=config.weight_decay, **options)
     if config.state == "parameters":
         return AdamW(groups, **options, fused=True)
     keys: dict[Tensor, int] = {parameter: stream_key(seed, "optimizer", fqn) for fqn, parameter in parameters}

@@ -61,7 +61,7 @@ def plan_table(resolved: ResolvedRun) -> Table:
     """Return a resolved plan, without the rules of its family."""
     plan, model = resolved.plan, resolved.model
     rows = [
-        ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
+        ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters{_frozen(model)}"),
         ("mesh", plan.mesh.described(only_wide=False)),
     ]
     if resolved.adapters:
@@ -105,6 +105,12 @@ def _adapters(resolved: ResolvedRun) -> str:
     share = number / (number + resolved.model.num_parameters())
     modules = name_some(sorted({name.rpartition(".")[2] for name in resolved.adapters}), limit=8)
     return f"LoRA of rank {lora.rank} on {modules}: {number:,} parameters train ({share:.2%}), the model is frozen"
+
+
+def _frozen(model: PreTrainedModel) -> str:
+    """Return how many of the parameters train, if some are frozen."""
+    trained = model.num_parameters(only_trainable=True)
+    return "" if trained == model.num_parameters() else f", of which {trained:,} train"
 
 
 def _shard(plan: ParallelPlan) -> str:

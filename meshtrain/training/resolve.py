@@ -32,7 +32,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
-from meshtrain.training.parameter_groups import group_problems
+from meshtrain.training.parameter_groups import freeze, group_problems
 
 # Stands in for a number of steps that is known only after the text is read.
 ANY_NUMBER = 1_000_000
@@ -108,9 +108,10 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     half = _find_half(hf_config)
     adapters = _adapters(config, model, half)
     ties = model.all_tied_weights_keys
-    trained = [ties.get(name, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if problems := group_problems(config.optimizer, [*trained, *adapter_parameters(adapters)], ties):
+    stock = [ties.get(name, name) for name, _ in model.named_parameters()]
+    if problems := group_problems(config.optimizer, [*adapter_parameters(adapters)] if adapters else stock, ties):
         raise ConfigError(problems)
+    freeze(model, config.optimizer)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     check_adapters_of(model, adapters, plan)

@@ -8,6 +8,7 @@ from itertools import combinations, islice
 from pathlib import Path
 
 from meshtrain import planning
+from meshtrain.config.optimizer import OPTIMIZERS
 from tests.benchmarks.bare import LAYOUTS
 from tests.benchmarks.duplicates_corpus import plain_shingles, python_documents, similar_pairs, with_near_duplicates
 from tests.benchmarks.tokenizing import installed
@@ -154,6 +155,12 @@ def test_documents_benchmark_compares_both_ways() -> None:
     assert row[:2] == ["1,024", "5"]
     # Seconds are not compared, but losses are.
     assert float(row[-1]) < 1e-5
+
+
+def test_optimizers_benchmark_measures_every_optimizer() -> None:
+    _, *rows = run_benchmark("tests.benchmarks.optimizers", "--repeat", "1", "--tokens", "512", "--ranks", "2")
+    assert [row[1] for row in rows] == list(OPTIMIZERS)
+    assert all(float(number) > 0 for row in rows for number in row[2:])
 
 
 def test_axes_benchmark_compares_both_sides() -> None:

@@ -142,6 +142,14 @@ def test_run_with_offloading_learns_as_without(folders: Folder) -> None:
     assert losses(offloaded) == pytest.approx(plain, rel=1e-5)
 
 
+def test_muon_with_offloading_learns_as_without(folders: Folder) -> None:
+    """Matrices are computed on the devices, and their momentum is in host memory."""
+    options = "plan.mesh.dp_shard=2", "optimizer.name=muon"
+    plain = losses(trained(folders("muon"), 2, *options))
+    offloaded = losses(trained(folders("muon-offload"), 2, *options, "plan.shard.offload=cpu"))
+    assert offloaded == pytest.approx(plain, rel=1e-5)
+
+
 def test_run_at_another_level_of_sharding_learns_as_without(folders: Folder) -> None:
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
     level = ("plan.mesh.dp_shard=2", "plan.shard.level=2", "plan.shard.prefetch=2", "plan.shard.offload=cpu")

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshtrain.models.layout import local_indices, local_ranges, local_tensor
+from meshtrain.models.layout import local_indices, local_ranges, local_tensor, ranges_at
 from tests.ranks import run_on_ranks
 
 # torch's arithmetic for _StridedShard gets 13 and 50257 (GPT-2's vocabulary) wrong over dp = 3 x tp
@@ -26,6 +26,10 @@ def compare_indices(dp: int, tp: int) -> list[bool]:
     for parameter in module.parameters():
         rows, columns = local_indices(parameter)
         same.append(torch.equal(local_tensor(parameter)[:, 0].long(), rows) and columns.tolist() == [0, 1])
+        place = tuple(parameter.device_mesh.get_coordinate())
+        same.append(
+            [*ranges_at(parameter.shape, parameter.device_mesh, parameter.placements, place)] == local_ranges(parameter)
+        )
         whole = [torch.arange(size) for size in parameter.shape]
         same.append(
             all(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig
-from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
+from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
@@ -107,9 +107,11 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     assert abs(compare_run(replace(run, optimizer=rounded))) <= NEAR
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
-def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName) -> None:
-    run = make_run("llama", PLANS["fsdp"], microbatches=2, values=SMALL)
+@pytest.mark.parametrize(
+    ("name", "plan"), [("lion", "fsdp"), ("sgd", "fsdp"), ("muon", "fsdp"), ("muon", "copies of fsdp, level 2")]
+)
+def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName, plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
     assert abs(compare_run(replace(run, optimizer=OptimizerConfig(name=name)))) <= NEAR
 
 
@@ -134,6 +136,13 @@ def test_simulated_average_of_weights_needs_what_a_real_one_needs() -> None:
     # The average is in float32, as the parameters are.
     for found, without in zip(map(memory_use, profiles), map(memory_use, plain), strict=True):
         assert found.peak_bytes - without.peak_bytes >= 0.99 * without.at_peak[Role.PARAMETERS]
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+def test_simulated_frozen_parameters_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    groups = [GroupConfig(parameters=["model.embed_tokens", "model.layers.0"], frozen=True)]
+    assert abs(compare_run(replace(run, optimizer=OptimizerConfig(groups=groups)))) <= NEAR
 
 
 def test_compiled_layers_are_simulated_as_they_are_written() -> None:

@@ -210,6 +210,9 @@ def test_offloaded_optimizer_runs_in_host_memory() -> None:
     assert on_device.compute_seconds(update, in_optimizer=True) == pytest.approx(0.01)
     assert on_host.compute_seconds(update, in_optimizer=True) == pytest.approx(1.0)
     assert on_host.compute_seconds(update) == pytest.approx(0.01)
+    # Matrices are multiplied on the device.
+    product = Counter({Work("bmm", torch.bfloat16, 10**12, 10**9, None): 1})
+    assert on_host.compute_seconds(product, in_optimizer=True) == on_device.compute_seconds(product) > 0
 
 
 def test_shipped_machines_say_where_each_rate_comes_from() -> None:

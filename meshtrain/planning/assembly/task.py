@@ -63,7 +63,8 @@ class Task:
         """Return what a process with all layers does outside the passes."""
         left_out = self._left_out()
         kinds = {self.stages[stage].parameters_of(layer) for stage, layer in left_out}
-        if len(kinds) == 1:
+        # Matrices that are updated as a whole are divided among processes, and not each layer.
+        if len(kinds) == 1 and not self.run.optimizer.takes_whole_matrices:
             (stage, layer), *_ = left_out
             more = self._without_passes({stage: sorted([*self.stages[stage].kept, layer])})
             try:

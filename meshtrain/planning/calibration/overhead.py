@@ -18,6 +18,7 @@ from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_optimizer
+from meshtrain.training.parameter_groups import freeze
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
 
@@ -34,6 +35,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         trust_remote_code=run.trust_remote_code,
     )
     adapters = run_adapters(run, model)
+    freeze(model, run.optimizer)
     pipeline = build_pipeline(
         model,
         init_mesh(plan.mesh, device.type),

@@ -42,6 +42,7 @@ class ModelSizes:
         layers: number of parameters of each layer, without experts.
         experts: number of parameters of the stacked experts of each layer.
         around: number of parameters before the layers, and after them.
+        trained_share: of all parameters; the others are frozen.
         layer_flops: per token, of each layer.
         head_flops: per token, after the layers.
         exchanged: number of elements that travel to experts and back for a token, in a layer.
@@ -51,6 +52,7 @@ class ModelSizes:
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     around: tuple[int, int]
+    trained_share: float
     layer_flops: tuple[float, ...]
     head_flops: float
     exchanged: int
@@ -79,8 +81,8 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
-        kept: bytes of a number of a parameter -> bytes that the run keeps for it between steps,
-            besides the number.
+        kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
+            bytes that the run keeps for it between steps, besides the number.
         batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -91,7 +93,7 @@ class Estimator:
     def __init__(
         self,
         plan: ParallelPlan,
-        kept: Callable[[int], int],
+        kept: Callable[..., int],
         batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
@@ -103,7 +105,7 @@ class Estimator:
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
-        self._kept = kept(self._parameter)
+        self._kept = tuple(kept(self._parameter, of_matrix=it) for it in (False, True))
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
@@ -129,17 +131,21 @@ class Estimator:
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
         uses_fsdp = candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
-        state = 0.0 if candidate.offload == "cpu" else shard * (self._parameter + self._kept)
+        # Nearly all parameters of layers are matrices.
+        around = self._shard(candidate, shape.around[rank])
+        kept = around * self._kept[False] + (shard - around) * self._kept[True]
+        trained = self._sizes.trained_share
+        state = 0.0 if candidate.offload == "cpu" else shard * self._parameter + trained * kept
         if uses_fsdp:
             largest = self._largest_layer(candidate)
             layer = largest * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
             is_whole = (number > 1 or candidate.pp > 1) and not self._plan.shard.reduces_each_microbatch
-            gradients = whole * self._reduce if is_whole else shard * self._parameter
+            gradients = trained * (whole * self._reduce if is_whole else shard * self._parameter)
             # The buffers of a gather and of a reduction.
             gathered += layer + largest * self._reduce
         else:
-            gathered, gradients = 0.0, shard * self._parameter
+            gathered, gradients = 0.0, trained * shard * self._parameter
         kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
         chunks = self._chunks(candidate, number)[rank]
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
@@ -297,7 +303,7 @@ class Estimator:
         if candidate.offload == "cpu":
             rate = self._speed.host_memory_gb_per_second
         # Parameters, gradients and two moments are read, and three of them are written.
-        return 7 * shard * self._parameter / (rate * GB)
+        return 7 * self._sizes.trained_share * shard * self._parameter / (rate * GB)
 
     def _border_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of messages between stages that a process waits for."""
@@ -327,12 +333,14 @@ class _Shape:
         layers: number of layers.
         parameters: number of parameters, without experts.
         experts: number of parameters of experts.
+        around: number of parameters that belong to no layer.
         head_rank: the one that holds the head.
     """
 
     layers: tuple[int, ...]
     parameters: tuple[int, ...]
     experts: tuple[int, ...]
+    around: tuple[int, ...]
     head_rank: int
 
 
@@ -345,9 +353,11 @@ def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSi
         parameters[owner] += sum(sizes.layers[begin : begin + number])
         experts[owner] += sum(sizes.experts[begin : begin + number])
         begin += number
-    parameters[owners[0]] += sizes.around[0]
-    parameters[owners[-1]] += sizes.around[1]
-    return _Shape(tuple(layers), tuple(parameters), tuple(experts), owners[-1])
+    around = [0] * pp
+    around[owners[0]] += sizes.around[0]
+    around[owners[-1]] += sizes.around[1]
+    parameters = [own + others for own, others in zip(parameters, around, strict=True)]
+    return _Shape(tuple(layers), tuple(parameters), tuple(experts), tuple(around), owners[-1])
 
 
 @cache

@@ -125,6 +125,7 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
             for layer, experts in zip(layers, stacked, strict=True)
         ),
         experts=tuple(stacked),
+        trained_share=base.model.num_parameters(only_trainable=True) / base.model.num_parameters(),
         around=(around[0], around[1]),
         layer_flops=(before + first, *others),
         head_flops=after,

@@ -24,6 +24,7 @@ from meshtrain.parallel.cut.stage import find_structure, routes_of
 from meshtrain.parallel.tensor.local_shapes import may_cut_borders
 from meshtrain.planning.simulation.fewer_layers import keep_layers
 from meshtrain.planning.simulation.run import SimulatedRun
+from meshtrain.training.parameter_groups import freeze
 
 # Those of a few numbers of layers, which the plans of a search have.
 MOST_STRUCTURES = 16
@@ -44,13 +45,16 @@ class _Same:
 
 def full_model(run: SimulatedRun) -> PreTrainedModel:
     """Return the model of a run with all of its layers. It must not be changed."""
-    return _built(_Same(run.hf_config), run.attention, run.trust_remote_code, run.plan.precision.parameters)
+    formats = run.plan.precision.parameters
+    return _built(_Same(run.hf_config), run.attention, run.trust_remote_code, formats, _Same(run.optimizer))
 
 
 @functools.lru_cache(maxsize=1)
-def _built(config: _Same, attention: str, trust_remote_code: bool, dtype: str) -> PreTrainedModel:
+def _built(config: _Same, attention: str, trust_remote_code: bool, dtype: str, optimizer: _Same) -> PreTrainedModel:
     own: PretrainedConfig = copy.deepcopy(config.value)
-    return build_meta_model(own, dtype=DTYPES[dtype], attention=attention, trust_remote_code=trust_remote_code)
+    model = build_meta_model(own, dtype=DTYPES[dtype], attention=attention, trust_remote_code=trust_remote_code)
+    freeze(model, optimizer.value)
+    return model
 
 
 @functools.lru_cache(maxsize=1)

@@ -24,7 +24,7 @@ from meshtrain.compat.fake import (
 )
 from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
-from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, fsdp_axis_of
+from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, STAGE, fsdp_axis_of
 from meshtrain.errors import ModelError
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
@@ -39,7 +39,7 @@ from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
-from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh
+from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.objective import build_objective
 from meshtrain.training.step import StepContext, no_update, train_step
@@ -135,7 +135,10 @@ def _local(tensor: Tensor) -> Tensor:
 def group_axes(pipeline: Pipeline) -> dict[str, str]:
     """Return the axis of each process group of a pipeline, by the name of the group."""
     mesh = pipeline.mesh
-    names = {str(mesh.get_group(axis).group_name): axis for axis in AXES}
+    # Several names may stand for one group, and the last one counts.
+    stage = stage_group(mesh)
+    names = {} if stage is None else {str(stage.group_name): STAGE}
+    names |= {str(mesh.get_group(axis).group_name): axis for axis in AXES}
     # Without ep, experts are sharded as everything else is.
     for axes in (FSDP_AXES, EXPERT_FSDP_AXES) if axis_size(mesh, EP) > 1 else (FSDP_AXES,):
         names[str(fsdp_group(mesh, axes).group_name)] = fsdp_axis_of(pipeline.plan.mesh.degrees, axes)
@@ -210,13 +213,16 @@ def _record(
             allocation=quick,
             structure=shared_structure(run),
         )
+        # The groups are made before tensors are fake, because torch looks for this process in a
+        # tensor.
+        axes = group_axes(pipeline)
         with quick:
             optimizer = FakeOptimizer(pipeline, run.optimizer)
             optimizer.make_states()
             average = build_average(pipeline, run.ema)
             batch = _batch(run)
         stack.enter_context(fake)
-        recorder = kind(group_axes(pipeline), answers=True, granularity=run.granularity)
+        recorder = kind(axes, answers=True, granularity=run.granularity)
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
         recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)

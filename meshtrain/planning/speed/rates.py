@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, MeshPlan, axes_named, fsdp_axis_of
+from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
 
 GB, TERA = 1e9, 1e12
@@ -34,7 +34,7 @@ class Rates:
         self._speed, self._on_host = speed, optimizer_on_host
         self.fsdp_axis = mesh.fsdp_axis
         self._fsdp_axes = {fsdp_axis_of(mesh.degrees, axes) for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
-        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, *self._fsdp_axes}}
+        self._groups = {axis: _Group(mesh, axis, speed) for axis in {*AXES, *self._fsdp_axes, STAGE}}
         self._seconds: dict[tuple[Work, bool], float] = {}
 
     def compute_seconds(self, work: Counter[Work], *, in_optimizer: bool = False) -> float:
@@ -45,7 +45,10 @@ class Rates:
             in_optimizer: whether they belong to the update of the parameters.
         """
         on_host = in_optimizer and self._on_host
-        device = sum(self._operator_seconds(kind, on_host=on_host) * number for kind, number in work.items())
+        # Matrices that the optimizer multiplies are on the device.
+        device = sum(
+            self._operator_seconds(kind, on_host=on_host and not kind.flops) * number for kind, number in work.items()
+        )
         host = self._speed.operator_seconds * sum(work.values())
         return max(device, host) if self.is_asynchronous else device + host
 
