@@ -124,8 +124,8 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     if any(map(is_adapter_parameter, found)):
         raise CheckpointError(
             f"{source} holds LoRA adapters, which are not part of a stock model",
-            "load it into the adapted model (meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, "
-            "folder, merge_adapters=True)",
+            "for a checkpoint of a run: meshtrain export --merge-adapters; in a program load it into the adapted model "
+            "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)",
         )
     return found
 
