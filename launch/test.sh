@@ -22,7 +22,8 @@ step mypy
 step lint-imports
 # Hide the advertisement that mkdocs-material prints.
 export NO_MKDOCS_2_WARNING=1
-step python -m mkdocs build --strict --quiet
+# With --quiet, warnings would not be counted.
+step python -m mkdocs build --strict
 # Half of the tests use one core, so several files run at a time. The tests of a file stay together,
 # because they share what is slow to set up.
 step pytest --numprocesses "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile "$@"

@@ -43,7 +43,7 @@ class RunState(TrainState):
         epoch_ends: whether the step of `on_step` is the last one of its epoch, or of the run.
         note: information that is not a metric. At the start: the checksum of the parameters, or the
             bad step that the run was rewound for. At a bad step that was skipped: what was wrong.
-            At an evaluation: the texts of `[generate]`.
+            At scores: the texts of `[generate]`.
         saved: the checkpoint of `on_checkpoint`; None while it is still being written in the
             background.
         stopped_by: at the end: what asked to stop; None if all steps are done.
@@ -114,10 +114,12 @@ class Hook:
         """Handle a finished step. The metrics are those of step `state.step`, over all ranks."""
 
     def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
-        """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token.
+        """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token."""
 
-        It is called again for the scores of `[tasks]`, and for the texts of `[generate]`, which
-        are in `state.note`.
+    def on_scores(self, state: RunState, metrics: Metrics) -> None:
+        """Handle scores of `[tasks]`, or texts of `[generate]`, after `state.step` steps.
+
+        The metrics are the scores, `tasks/NAME/METRIC`. The texts are in `state.note`.
         """
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
@@ -156,9 +158,13 @@ class Hooks:
         """Notify the hooks of a step."""
         self._notify("on_step", metrics, note=note, epoch_ends=epoch_ends)
 
-    def evaluation(self, metrics: Metrics, note: Mapping[str, Any] = NOTHING) -> None:
+    def evaluation(self, metrics: Metrics) -> None:
         """Notify the hooks of an evaluation."""
-        self._notify("on_evaluation", metrics, note=note)
+        self._notify("on_evaluation", metrics)
+
+    def scores(self, metrics: Metrics, note: Mapping[str, Any]) -> None:
+        """Notify the hooks of scores of tasks, or of generated texts."""
+        self._notify("on_scores", metrics, note=note)
 
     def checkpoint(self, metrics: Metrics, saved: Saved | None) -> None:
         """Notify the hooks of a checkpoint."""

@@ -42,6 +42,10 @@ class MetricsHook(Hook):
         """Write the evaluation."""
         self._write(state, state.step, metrics)
 
+    def on_scores(self, state: RunState, metrics: Metrics) -> None:
+        """Write the scores, or the texts."""
+        self._write(state, state.step, metrics)
+
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
         """Write how long the save took and, once the checkpoint is complete, where it is stored.
 

@@ -308,7 +308,7 @@ def _evaluate(run: Run) -> float:
 def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.pipeline.activity.begin("evaluation")
     found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
-    run.hooks.evaluation(found.metrics, found.note)
+    run.hooks.scores(found.metrics, found.note)
 
 
 def _evaluate_sources(run: Run) -> dict[str, tuple[float, int]]:

@@ -54,6 +54,11 @@ class TrackerHook(Hook):
         """Pass the evaluation on."""
         self._log(state.step, metrics)
 
+    def on_scores(self, state: RunState, metrics: Metrics) -> None:
+        """Pass the scores on. The trackers have no place for texts."""
+        if metrics:
+            self._log(state.step, metrics)
+
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
         """Pass on how long the save took."""
         self._log(state.step if state.saved is None else state.saved.step, metrics)
