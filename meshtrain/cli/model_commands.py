@@ -141,7 +141,9 @@ def evaluate(
     from meshtrain.config.toml import load_plan
 
     how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
-    if out is not None:
+    from meshtrain.runtime.environment import rank_from_environment
+
+    if out is not None and rank_from_environment() == 0:
         check_writable("--out", out)
     from meshtrain.inference.evaluation import Tasks, evaluate_tasks
 

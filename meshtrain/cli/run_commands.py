@@ -210,6 +210,7 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
+    from meshtrain.inference.run_evaluators import evaluators_of
     from meshtrain.training.beginning import check_beginning
     from meshtrain.training.directory import check_directory
     from meshtrain.training.report import show_run
@@ -218,6 +219,7 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
 
     _check_machine(config)
     check_trackers(config)
+    evaluators_of(config)
     check_directory(config)
     check_beginning(config)
     show_run(resolve_run(config, world_size))

@@ -28,8 +28,7 @@ class TasksConfig(Settings):
 
     @model_validator(mode="after")
     def _needs_names(self) -> Self:
-        if not self.names and self.every is not None:
-            raise ConfigError("`every` is set, but `names` has no task", "set `names`, or leave out `every`")
+        _check_needed(self, "names")
         return self
 
 
@@ -49,6 +48,12 @@ class GenerateConfig(Settings):
 
     @model_validator(mode="after")
     def _needs_prompts(self) -> Self:
-        if not self.prompts and self.every is not None:
-            raise ConfigError("`every` is set, but `prompts` is empty", "set `prompts`, or leave out `every`")
+        _check_needed(self, "prompts")
         return self
+
+
+def _check_needed(table: Settings, key: str) -> None:
+    """Check that no other key is set if a list is empty, because nothing would read it."""
+    changed = [f"`{name}`" for name, field in type(table).model_fields.items() if getattr(table, name) != field.default]
+    if changed and not getattr(table, key):
+        raise ConfigError(f"{', '.join(changed)}: nothing reads this without `{key}`", f"set `{key}`, or leave it out")

@@ -16,14 +16,15 @@ class LoraConfig(Settings):
     """Number of rows of A and of columns of B: an adapter adds B A to the weight of a projection.
     Left out: no adapters, and the full model trains."""
     alpha: Positive | None = None
-    """The product is multiplied by alpha / rank. Left out: the rank, so that the factor is 1."""
+    """The product is multiplied by alpha / rank. Left out: the rank, so that this factor is 1."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Probability that an element of the input of an adapter is dropped."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Projections that have an adapter: the ends of their names, such as ["q_proj", "v_proj"].
     "all-linear": all of them but the head."""
     rank_stabilized: bool = False
-    """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast."""
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast. Without
+    `alpha` the factor is then sqrt(rank)."""
 
     @model_validator(mode="after")
     def _needs_rank(self) -> Self:

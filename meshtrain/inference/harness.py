@@ -80,10 +80,13 @@ class _Answering:
         self.device = torch.device(pipeline.mesh.device_type)
 
     def __call__(self, input_ids: Tensor) -> CausalLMOutput:
+        # Each batch has the time of an evaluation: a run may have many.
+        self._pipeline.activity.begin("evaluation")
         return CausalLMOutput(logits=logits_on_mesh(self._pipeline, input_ids))
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
         """Continue prompts, as the harness asks it."""
+        self._pipeline.activity.begin("evaluation")
         return generate_on_mesh(self._pipeline, input_ids, **options)
 
 

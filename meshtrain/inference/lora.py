@@ -16,6 +16,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.inference.loading import ModelSource, find_model_source, pipeline_from
 from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.lora import adapted_model
 from meshtrain.runtime.process import check_devices, process_group
 
@@ -60,14 +61,15 @@ def _export_adapters(checkpoint: str, folder: Path, dtype: str, *, merges: bool)
     check_devices()
     with ExitStack() as stack:
         source = find_model_source(checkpoint, stack)
+        assert source.manifest is not None
         device = stack.enter_context(process_group())
         pipeline = pipeline_from(source, source.config(), ParallelPlan(), device, with_base=merges)
         if merges:
-            chosen = None if dtype == ORIGINAL else FLOATS[dtype]
+            original = dtype_name(source.config().dtype or FLOATS[source.manifest.dtype])
+            chosen = FLOATS[original if dtype == ORIGINAL else dtype]
             write_pretrained(pipeline, folder, dtype=chosen, tokenizer=source.directory)
             return
         save_adapters(_peft_model(source), pipeline, folder, tokenizer=source.directory)
-    assert source.manifest is not None
     console.line(f"{folder} holds the adapters of step {source.manifest.step:,}, for peft")
 
 

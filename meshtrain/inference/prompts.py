@@ -213,7 +213,7 @@ def write_texts(
         seed: of the draws.
     """
     ids, mask = batch["ids"].to(device), batch["attention_mask"].to(device)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         output = generate(ids, attention_mask=mask, pad_token_id=_padding(tokenizer), **options)
     texts = []

@@ -90,6 +90,8 @@ def build_meta_model(
         ModelError: if transformers refuses the configuration.
     """
     attention = attention or attention_implementation(config)
+    # transformers writes number format and attention into the configuration that it is given.
+    config = copy.deepcopy(config)
     # Some language halves have no class of their own until it is made.
     model_class = causal_class(config)
     _check_attention(config, attention, model_class)

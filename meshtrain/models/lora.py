@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from meshtrain.config.lora import LoraConfig
-from meshtrain.errors import ConfigError, Problem
+from meshtrain.errors import ConfigError, Problem, name_some
 from meshtrain.models.adapters import adapter_parameters, take_off_adapters
 from meshtrain.models.patterns import nearest
 
@@ -77,15 +78,18 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     # peft ignores a name that matches nothing if another one matches.
     if config.target_modules == "all-linear":
         return
-    names = [name for name, _ in model.named_modules() if name]
-    problems = [
-        Problem(f"lora.target_modules: {target!r} is the end of no module's name{nearest(target, _ends(names))}")
-        for target in config.target_modules
-        if not any(name == target or name.endswith(f".{target}") for name in names)
-    ]
+    modules = {name: module for name, module in model.named_modules() if name}
+    projections = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+    problems = []
+    for target in config.target_modules:
+        named = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not named:
+            advice = nearest(target, known)
+            problems.append(Problem(f"lora.target_modules: {target!r} is the end of no module's name{advice}"))
+        elif others := [name for name in named if name not in projections]:
+            kind = type(modules[others[0]]).__name__
+            advice = f"name projections: {name_some(known, 8)}"
+            problems.append(Problem(f"lora.target_modules: {target!r} names {others[0]}, which is a {kind}", advice))
     if problems:
         raise ConfigError(problems)
-
-
-def _ends(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -111,6 +111,8 @@ def build_run(
     """
     config = identity.config
     context = _build_step_context(identity, num_steps, process, loss)
+    # What a checkpoint has: the stock configuration may name other tokens.
+    context.pipeline.set_generation_config(identity.generation_config())
     average = build_average(context.pipeline, config.ema)
     if average is not None:
         context = replace(context, after_update=average.update)

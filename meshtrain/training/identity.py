@@ -69,10 +69,13 @@ class Identity:
         """Write the configuration and the tokenizer, which `export` takes over."""
         self.hf_config.architectures = [type(self.resolved.model).__name__]
         self.hf_config.save_pretrained(directory)
+        self.generation_config().save_pretrained(directory)
+        self.data.tokenizer.copy(directory)
+
+    def generation_config(self) -> GenerationConfig:
+        """Return the defaults of text generation: the tokens that end and pad a text."""
         tokenizer = self.data.tokenizer
-        generation = GenerationConfig(eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id)
-        generation.save_pretrained(directory)
-        tokenizer.copy(directory)
+        return GenerationConfig(eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id)
 
     def check(self, checkpoint: Location) -> Manifest:
         """Check that this run can resume from a checkpoint.

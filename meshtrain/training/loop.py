@@ -264,11 +264,12 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     if is_last or not stop_reason:
         if run.dataset.validation and _is_due(run, run.config.evaluation.every):
             loss = _evaluate(run)
+        if is_saved := _is_due(run, run.config.checkpoint.every):
+            save(run, step, loss)
+        # They may take long, and fail. The step is safe by then.
         due = [evaluator for evaluator in run.evaluators if _is_due(run, evaluator.every)]
         for evaluator in due:
             _evaluate_with(run, evaluator)
-        if is_saved := _is_due(run, run.config.checkpoint.every):
-            save(run, step, loss)
     if is_last:
         return 0
     if is_saved or loss is not None or due:
@@ -307,7 +308,10 @@ def _evaluate(run: Run) -> float:
 
 def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.pipeline.activity.begin("evaluation")
+    # Long texts change dynamic rotary frequencies.
+    grown = run.pipeline.rotary_length.grown()
     found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
+    run.pipeline.rotary_length.restore(grown)
     run.hooks.scores(found.metrics, found.note)
 
 

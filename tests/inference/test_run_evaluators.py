@@ -12,6 +12,7 @@ from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.inference.prompts import Decoding, generate_texts
+from meshtrain.profiling.report.recorded import read_run_directory
 from tests.casts import lift_float32_casts
 from tests.inference.test_evaluation import scores_on_mesh, write_tasks
 from tests.ranks import run_on_ranks
@@ -35,6 +36,7 @@ def test_training_goes_on_as_without_generating(tmp_path: Path) -> None:
     assert sorted(found) == [3, 4]
     assert [sample["prompt"] for sample in found[4]] == ["model reads"]
     assert len(found[4][0]["text"]) > len("model reads")
+    assert read_run_directory(tmp_path / "run").steps[-1]["step"] == 4
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()
     shown = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("generated/1")]
@@ -66,8 +68,11 @@ def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["tasks.every=5"], "tasks: `every` is set, but `names` has no task; set `names`, or leave out `every`"),
-        (["generate.every=5"], "generate: `every` is set, but `prompts` is empty; set `prompts`, or leave out `every`"),
+        (["tasks.every=5"], "tasks: `every`: nothing reads this without `names`; set `names`, or leave it out"),
+        (
+            ["generate.every=5"],
+            "generate: `every`: nothing reads this without `prompts`; set `prompts`, or leave it out",
+        ),
         (['generate.prompts=[""]'], "generate.prompts"),
     ],
 )

@@ -8,12 +8,14 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
@@ -49,7 +51,8 @@ MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2
 
 def write_base(directory: Path, *, seed: int = 0) -> None:
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **QWEN3)).save_pretrained(directory / "base")
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **QWEN3)).double()
+    model.save_pretrained(directory / "base")
 
 
 def lora_run(directory: Path, mesh: Mesh, *, name: str = "run", lora: LoraConfig = LORA, **changes: Any) -> RunConfig:
@@ -154,7 +157,7 @@ def test_export_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
 
 def test_parts_of_a_fused_projection_are_exported_as_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **GPT2)).save_pretrained(tmp_path / "base")
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **GPT2)).double().save_pretrained(tmp_path / "base")
     train(lora_run(tmp_path, (1, 1, 1, 2), steps=2))
     export(str(tmp_path / "run"), tmp_path / "adapters")
     export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
@@ -202,7 +205,7 @@ def test_run_from_adapters_alone_is_refused(tmp_path: Path) -> None:
 
 def test_text_is_generated_from_adapters_beside_their_base(tmp_path: Path) -> None:
     write_base(tmp_path)
-    train(lora_run(tmp_path, (1, 1, 1, 1), steps=3))
+    train(lora_run(tmp_path, (1, 1, 1, 1), steps=6, optimizer=OptimizerConfig(learning_rate=0.5)))
     export(str(tmp_path / "run"), tmp_path / "merged", merge_adapters=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "merged" / name, tmp_path / "base")
@@ -244,10 +247,30 @@ def test_unknown_target_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_target_that_is_no_projection_is_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    run = lora_run(tmp_path, (1, 1, 1, 1), lora=LoraConfig(rank=4, target_modules=["self_attn"]))
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(run)
+    assert "'self_attn' names model.layers.0.self_attn, which is a Qwen3Attention; name" in str(caught.value)
+
+
+@pytest.mark.parametrize("merged", [True, False], ids=["adapters", "full"])
+def test_export_has_the_number_format_of_the_base(tmp_path: Path, merged: bool) -> None:
+    write_base(tmp_path)
+    base = Qwen3ForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    run = lora_run(tmp_path, (1, 1, 1, 1), steps=1)
+    train(run if merged else run.model_copy(update={"lora": LoraConfig()}))
+    export(str(tmp_path / "run"), tmp_path / "out", merge_adapters=merged)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert {it.dtype for it in found.values()} == {torch.bfloat16}
+
+
 def test_adapters_are_counted(tmp_path: Path) -> None:
     write_base(tmp_path)
     resolved = resolve_run(lora_run(tmp_path, (1, 1, 1, 2)))
-    (share,) = account(resolved.model, resolved.plan, resolved.config.optimizer, resolved.adapters)
+    (share,) = account(resolved.model, resolved.plan, resolved.config.optimizer, adapters=resolved.adapters)
     pipeline_bytes = run_on_ranks(2, held_bytes, lora_run(tmp_path, (1, 1, 1, 2)))[0]
     assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
 

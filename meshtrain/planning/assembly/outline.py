@@ -208,7 +208,8 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
 
 
 def _names_layers(lora: LoraConfig) -> bool:
-    return any(_NUMBER.fullmatch(target) for target in lora.target_modules if isinstance(lora.target_modules, list))
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
+    return any(part.isdigit() for target in targets for part in target.split("."))
 
 
 def _shapes(

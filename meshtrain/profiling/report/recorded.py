@@ -145,7 +145,7 @@ def _objects(path: Path) -> Iterator[Metrics]:
         yield metrics
 
 
-TEXTS = {SAVED_KEY, "parameters_checksum", "fault", "samples", "answer"}
+TEXTS = {SAVED_KEY, "parameters_checksum", "fault", "samples", "answer", "generated"}
 """Keys whose values are not numbers."""
 
 

@@ -5,6 +5,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshtrain.config.ema import NO_EMA
+from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.optimizer import GroupConfig, LearningRateConfig
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, EvaluationConfig, ProfileConfig, RunConfig
 from meshtrain.training.hooks import Hook, Metrics, RunState
@@ -28,23 +30,30 @@ class Bounds:
 def trial_config(config: RunConfig, bounds: Bounds) -> RunConfig:
     """Return the run of a trial. It keeps data, model, batch, optimizer and plan of a run.
 
-    Rates of groups of parameters keep their ratio to that of the rest.
+    Rates of groups of parameters, and that of AdamW beside Muon, keep their ratio to that of the
+    rest.
     """
     optimizer = config.optimizer
     ratio = bounds.highest / optimizer.learning_rate
     groups = [_scaled(group, ratio) for group in optimizer.groups]
+    adamw = None if optimizer.adamw_learning_rate is None else optimizer.adamw_learning_rate * ratio
     return config.model_copy(
         update={
             "run_directory": str(scratch_directory(config)),
             "steps": bounds.steps,
             "epochs": None,
             "machine": "none",
-            "optimizer": optimizer.model_copy(update={"learning_rate": bounds.highest, "groups": groups}),
+            "optimizer": optimizer.model_copy(
+                update={"learning_rate": bounds.highest, "adamw_learning_rate": adamw, "groups": groups}
+            ),
             "learning_rate": LearningRateConfig(name="exponential", arguments={"lr_start": bounds.lowest}),
             # Of validation data there is no use here.
             "evaluation": EvaluationConfig(max_batches=1),
             "checkpoint": CheckpointConfig(keep=0),
-            "logging": config.logging.model_copy(update={"tensorboard": False}),
+            "tasks": TasksConfig(),
+            "generate": GenerateConfig(),
+            "ema": NO_EMA,
+            "logging": config.logging.model_copy(update={"trackers": []}),
             # A loss that is not finite ends the trial, and is no failure.
             "bad_steps": BadStepsConfig(policy="skip", max_skips=bounds.steps),
             "profile": ProfileConfig(),

@@ -49,7 +49,10 @@ class Outcome:
         """Return the loss by which runs are compared: of the evaluation, if there is one."""
         if self.recorded is None:
             return None
-        losses = numbers(self.recorded.evaluations, "eval_loss") or numbers(self.recorded.steps, "loss")
+        steps = self.recorded.steps
+        # With [objective], `loss` has more terms, whose weights may differ between the runs.
+        losses = numbers(self.recorded.evaluations, "eval_loss") or numbers(steps, "cross_entropy")
+        losses = losses or numbers(steps, "loss")
         return losses[-1] if losses else None
 
     def reason(self) -> str:
@@ -78,7 +81,7 @@ def _recorded(run: SweepRun) -> RecordedRun | None:
 
 
 def _is_done(config: RunConfig, recorded: RecordedRun) -> bool:
-    """Return whether the last step is done and saved, after all evaluations."""
+    """Return whether the last step is done and saved."""
     last = config.steps or _end_of_epochs(recorded, config.epochs or 0)
     if last is None or last_step(recorded) < last:
         return False
