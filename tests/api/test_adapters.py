@@ -189,7 +189,7 @@ def test_checkpoint_of_base_and_adapters_loads_on_any_mesh(tmp_path: Path) -> No
     first = run_on_ranks(2, half_of_a_training, name, {"mesh": {"tp": 2}}, run, "first", joins=False)
     second = run_on_ranks(2, half_of_a_training, name, {"mesh": {"pp": 2}}, run, "second", joins=False)
     assert [first[0] + second[0]] == [pytest.approx(losses, rel=1e-12)]
-    with pytest.raises(UserError, match="holds LoRA adapters, which are not part of a stock model; load it into"):
+    with pytest.raises(UserError, match="holds LoRA adapters, which are not part of a stock model; for a"):
         convert(run, tmp_path / "model")
 
 

@@ -20,8 +20,8 @@ def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[
         ("keep = 2", "keep: unknown key; did you mean 'checkpoint.keep'?"),
         (
             "plan.every = 2",
-            "plan.every: unknown key; did you mean 'ema.every' or 'evaluation.every' or 'checkpoint.every' or "
-            "'logging.every' or 'plan.recompute.every'?",
+            "plan.every: unknown key; did you mean 'ema.every' or 'evaluation.every' or 'tasks.every' or "
+            "'generate.every' or 'checkpoint.every' or 'logging.every' or 'plan.recompute.every'?",
         ),
         ("plan.mesh.zzz = 2", "plan.mesh.zzz: unknown key; the keys here are: pp, dp_replicate, dp_shard, ep, cp, tp"),
         ("optimiser.beta1 = 0.9", "optimiser: unknown key; did you mean 'optimizer'?"),

@@ -247,7 +247,8 @@ def train_with_a_loop_over_experts(config: RunConfig) -> str:
     hook = PredictionHook(str(config.machine))
 
     def predict(resolved: ResolvedRun) -> None:
-        resolved.hf_config._experts_implementation = "eager"
+        for own in (resolved.hf_config, resolved.model.config):
+            own._experts_implementation = "eager"
         hook.predict(resolved)
 
     with redirect_stdout(StringIO()) as printed:
