@@ -63,4 +63,5 @@ def check_writable(option: str, file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{option}: {file} cannot be written ({error.strerror})", "choose another file") from error
     if is_new:
-        file.unlink()
+        # Another process of the same command may have removed it.
+        file.unlink(missing_ok=True)
