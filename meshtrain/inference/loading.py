@@ -140,13 +140,22 @@ def pipeline_from(
     adapters = {} if base is None else make_adapters(model, base.lora)
     check_adapters_of(model, adapters, plan)
     mesh = init_mesh(plan.mesh, device.type)
-    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device, adapters=adapters)
+    pipeline = build_pipeline(
+        model,
+        mesh,
+        plan,
+        micro_batch_size=1,
+        seed=0,
+        device=device,
+        adapters=adapters,
+        base_is_elsewhere=base is not None,
+    )
     if (generation := stored_generation_config(source.directory)) is not None:
         pipeline.set_generation_config(generation)
     if base is not None:
         if with_base:
             load_base(source.location, base, pipeline)
-        load_weights_of(source.location, pipeline, trained_only=True)
+        load_weights_of(source.location, pipeline)
     elif source.is_checkpoint:
         for stage in pipeline.stages:
             restore_buffers(stage.model)

@@ -98,6 +98,7 @@ def build_pipeline(
     router: RouterConfig = STOCK_ROUTER,
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
+    base_is_elsewhere: bool = False,
     allocation: AbstractContextManager[Any] = _REAL,
     structure: Structure | None = None,
 ) -> Pipeline:
@@ -115,6 +116,8 @@ def build_pipeline(
             includes the auxiliary loss of the routers. Only without a pipeline.
         adapters: LoRA layers that `take_off_adapters` removed from the model. Without a pipeline
             the same layers are put back on it; with one, each stage gets copies.
+        base_is_elsewhere: whether checkpoints hold only what trains, because the frozen parameters
+            and the buffers are in the files that they came from.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
@@ -189,6 +192,7 @@ def build_pipeline(
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
         head=head,
+        base_is_elsewhere=base_is_elsewhere,
     )
 
 

@@ -74,6 +74,7 @@ class Pipeline:
             behind messages between two processes, and must not be counted with them.
         head: computes the loss of this process's microbatches in chunks; None if all logits are
             computed at once, and on processes without the last stage.
+        base_is_elsewhere: whether checkpoints hold only what trains.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 
@@ -95,6 +96,7 @@ class Pipeline:
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
     head: ChunkedHead | None = None
+    base_is_elsewhere: bool = False
     activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 

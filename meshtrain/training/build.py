@@ -160,6 +160,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         device=process.device,
         router=config.router,
         adapters=identity.resolved.adapters,
+        base_is_elsewhere=bool(identity.resolved.adapters),
     )
     return StepContext(
         pipeline=pipeline,

@@ -88,7 +88,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     run.saver.finish()
     notify_of_saved(run)
     run.lock.check()
-    tensors, manifest = take_snapshot(run.pipeline, run.state, run.average, trained_only=run.base.exists)
+    tensors, manifest = take_snapshot(run.pipeline, run.state, run.average)
     history = run.context.history
     own = {
         "skipped_steps": history.num_skipped,
@@ -158,7 +158,7 @@ def rewind(run: Run, bad: BadStep) -> None:
 
 
 def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
-    restore_snapshot(checkpoint, manifest, run.pipeline, run.state, average=run.average, trained_only=run.base.exists)
+    restore_snapshot(checkpoint, manifest, run.pipeline, run.state, average=run.average)
     run.context.loss_scale.restore(manifest.loss_scale)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.

@@ -6,12 +6,12 @@ restore it here.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, read_table, restore_checkpoint
@@ -64,15 +64,12 @@ class Snapshot(NamedTuple):
     """Describes model, step and values; the caller adds its own fields."""
 
 
-def take_snapshot(
-    pipeline: Pipeline, state: TrainState, average: WeightAverage | None = None, *, trained_only: bool = False
-) -> Snapshot:
+def take_snapshot(pipeline: Pipeline, state: TrainState, average: WeightAverage | None = None) -> Snapshot:
     """Collect what a checkpoint of a state holds. Collective.
 
     Args:
         pipeline: the pipeline of `state.model`.
         average: of the weights, if there is one.
-        trained_only: whether frozen parameters and buffers are left out.
 
     Raises:
         CheckpointError: the same on all processes: step or values cannot be saved, or differ
@@ -81,11 +78,11 @@ def take_snapshot(
     """
     step, values = _agreed_step_and_values(state)
     _reshard(pipeline)
-    tensors = saved_tensors(pipeline, state.optimizer, trained_only=trained_only)
+    tensors = saved_tensors(pipeline, state.optimizer)
     tensors |= {} if average is None else average.saved()
     check_finite(step, tensors)
     own: dict[str, Any] = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
-    if trained_only:
+    if pipeline.base_is_elsewhere:
         own["fused"] = tuple(entry for entry in pipeline.fused if is_adapter_parameter(entry.name))
     return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
 
@@ -97,8 +94,6 @@ def restore_snapshot(
     state: TrainState,
     optimizer: SavedOptimizer | None = None,
     average: WeightAverage | None = None,
-    *,
-    trained_only: bool = False,
 ) -> None:
     """Fill a state in place from an intact checkpoint, saved on any mesh. Collective.
 
@@ -107,19 +102,18 @@ def restore_snapshot(
         pipeline: the pipeline of `state.model`.
         optimizer: describes the optimizer that was saved; None: the optimizer of a run.
         average: of the weights, if there is one.
-        trained_only: as it was saved.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
             model.
     """
     _reshard(pipeline)
-    load_state(checkpoint, pipeline, state.optimizer, optimizer, average, trained_only=trained_only)
+    load_state(checkpoint, pipeline, state.optimizer, optimizer, average)
     pipeline.rotary_length.restore(manifest.rotary_length)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
 
-def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None, *, trained_only: bool = False) -> dict[str, Tensor]:
+def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return checkpoint key -> the tensor that this process adds to a checkpoint.
 
     The copy of a tied weight on another stage is left out.
@@ -127,12 +121,10 @@ def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None, *, trained_on
     Args:
         pipeline: with values.
         optimizer: of its parameters.
-        trained_only: whether frozen parameters and buffers are left out.
     """
-    owned = {name: it for name, it in pipeline.owned_parameters().items() if it.requires_grad or not trained_only}
+    owned = dict(_saved(pipeline, pipeline.owned_parameters().items()))
     weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
-    kept = [] if trained_only else _buffers(pipeline)
-    buffers = {key: buffer for entry in kept for key, buffer in entry.items()}
+    buffers = {key: buffer for entry in _buffers(pipeline) for key, buffer in entry.items()}
     return {**weights, **state_tensors(optimizer, owned), **buffers}
 
 
@@ -143,34 +135,30 @@ def load_state(
     optimizer: Optimizer | None,
     saved: SavedOptimizer | None = None,
     average: WeightAverage | None = None,
-    *,
-    trained_only: bool = False,
 ) -> None:
     """Fill parameters and optimizer states from an intact checkpoint. Collective.
 
     Args:
         saved: describes the optimizer that was saved; None: the optimizer of a run.
         average: of the weights, if there is one.
-        trained_only: as it was saved.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another
             model.
     """
     fqns = pipeline.canonical_names()
-    parameters = {name: it for name, it in pipeline.named_parameters() if it.requires_grad or not trained_only}
+    parameters = dict(_saved(pipeline, pipeline.named_parameters()))
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
-    buffers = [] if trained_only else _buffers(pipeline)
     averages = [] if average is None else average.loaded()
-    wanted, duplicates = _without_duplicates([*models, *state.tensors, *averages, *buffers])
+    wanted, duplicates = _without_duplicates([*models, *state.tensors, *averages, *_buffers(pipeline)])
     restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()
 
 
 @torch.no_grad()
-def load_weights_of(checkpoint: Location, pipeline: Pipeline, *, trained_only: bool = False) -> None:
+def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     """Fill the weights alone from a checkpoint. Collective.
 
     Values are cast to the number format that the parameters have here.
@@ -178,16 +166,15 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline, *, trained_only: b
     Args:
         checkpoint: saved on any mesh.
         pipeline: whose parameters and buffers are filled.
-        trained_only: whether the checkpoint holds those alone that train.
 
     Raises:
         CheckpointError: the same on all processes: files are missing or damaged, or they hold
             another model.
     """
     fqns = pipeline.canonical_names()
-    parameters = [(name, it) for name, it in pipeline.named_parameters() if it.requires_grad or not trained_only]
+    parameters = _saved(pipeline, pipeline.named_parameters())
     weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
-    wanted, duplicates = _without_duplicates([*weights, *([] if trained_only else _buffers(pipeline))])
+    wanted, duplicates = _without_duplicates([*weights, *_buffers(pipeline)])
     restore_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_duplicates(duplicates)
 
@@ -219,7 +206,14 @@ def _reshard(pipeline: Pipeline) -> None:
         reshard(stage.model)
 
 
+def _saved(pipeline: Pipeline, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that a checkpoint holds."""
+    return ((name, it) for name, it in parameters if it.requires_grad or not pipeline.base_is_elsewhere)
+
+
 def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:
+    if pipeline.base_is_elsewhere:
+        return []
     return [{f"{MODEL_PREFIX}{name}": buffer} for name, buffer in pipeline.saved_buffers()]
 
 
