@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.mesh import STAGE_AXES
-from meshtrain.config.optimizer import STOCK_OPTIMIZER, OptimizerConfig
+from meshtrain.config.optimizer import STOCK_OPTIMIZER
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters, adapters_held_by
@@ -88,8 +87,7 @@ class Message:
 def account(
     model: PreTrainedModel,
     plan: ParallelPlan,
-    optimizer: OptimizerConfig = STOCK_OPTIMIZER,
-    ema: EmaConfig = NO_EMA,
+    kept: Callable[..., int] = STOCK_OPTIMIZER.state_bytes,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
@@ -97,8 +95,8 @@ def account(
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        optimizer: of the run.
-        ema: of the run.
+        kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
+            bytes that are kept for it between steps, besides the number.
         adapters: LoRA layers that were taken off the model. They are not changed.
     """
     full = copy.deepcopy(model)
@@ -108,10 +106,6 @@ def account(
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-
-    def kept(width: int, *, of_matrix: bool) -> int:
-        return optimizer.state_bytes(width, of_matrix=of_matrix) + ema.bytes_per_number(width)
-
     shares = []
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))

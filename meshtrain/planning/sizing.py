@@ -40,8 +40,8 @@ class Sizing:
     @cached_property
     def shares(self) -> list[StageShare]:
         """Return what each stage holds."""
-        resolved, config = self.resolved, self.resolved.config
-        return account(resolved.model, resolved.plan, config.optimizer, config.ema, resolved.adapters)
+        resolved = self.resolved
+        return account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
 
     def key_figures(self) -> dict[str, str]:
         """Return the most important values by name."""

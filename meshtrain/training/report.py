@@ -28,8 +28,7 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_half(resolved)
-    config = resolved.config
-    shares = shares_table(account(resolved.model, resolved.plan, config.optimizer, config.ema, resolved.adapters))
+    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters))
     for table in (plan_table(resolved), shares, *border_tables(resolved)):
         console.table(table.title, table.columns, table.rows)
     console.line(batch_equation(resolved))

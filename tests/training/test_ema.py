@@ -168,7 +168,7 @@ def test_average_is_counted_in_the_memory_of_a_plan(tmp_path: Path) -> None:
         resolve_run(averaging(tmp_path / "run", (1, 1, 1, 1), ema=ema), 1)
         for ema in (EmaConfig(), EmaConfig(decay=0.9))
     )
-    (without,) = account(plain.model, plain.plan, plain.config.optimizer, plain.config.ema)
-    (found,) = account(averaged.model, averaged.plan, averaged.config.optimizer, averaged.config.ema)
+    (without,) = account(plain.model, plain.plan, plain.config.kept_bytes)
+    (found,) = account(averaged.model, averaged.plan, averaged.config.kept_bytes)
     # Parameters are float64 here, and so is their average.
     assert found.optimizer_bytes - without.optimizer_bytes == 8 * without.num_local_parameters

@@ -100,7 +100,7 @@ def test_run_resumes_on_other_meshes_and_leaves_frozen_parameters(tmp_path: Path
 
 def test_bytes_and_the_table_leave_frozen_parameters_out(tmp_path: Path) -> None:
     resolved = resolve_run(run_with(tmp_path / "run", [FROZEN]))
-    (share,) = account(resolved.model, resolved.plan, resolved.config.optimizer)
+    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes)
     sizes = {name: it.numel() for name, it in resolved.model.named_parameters()}
     trained = sum(size for name, size in sizes.items() if not is_frozen(name))
     number = sum(sizes.values())

@@ -270,7 +270,7 @@ def test_export_has_the_number_format_of_the_base(tmp_path: Path, merged: bool) 
 def test_adapters_are_counted(tmp_path: Path) -> None:
     write_base(tmp_path)
     resolved = resolve_run(lora_run(tmp_path, (1, 1, 1, 2)))
-    (share,) = account(resolved.model, resolved.plan, resolved.config.optimizer, adapters=resolved.adapters)
+    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
     pipeline_bytes = run_on_ranks(2, held_bytes, lora_run(tmp_path, (1, 1, 1, 2)))[0]
     assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
 
