@@ -1,12 +1,15 @@
 """The commands for the results of a run: report, checkpoints, ordinary models, generated text."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from meshtrain import console
 from meshtrain.cli.app import app, check_writable, checkpoint_app
+
+if TYPE_CHECKING:
+    from meshtrain.config.plan import ParallelPlan
 
 DtypeOption = Annotated[
     Literal["original", "float32", "bfloat16", "float16"],
@@ -17,6 +20,26 @@ DtypeOption = Annotated[
 def _argument(metavar: str, text: str) -> Any:
     """Return a required argument with its help."""
     return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+def _plan_of(file: str | None, overrides: list[str] | None) -> "ParallelPlan | None":
+    """Return the plan that the options of a command name; None: there is one process."""
+    from meshtrain.config.toml import load_plan
+
+    return load_plan(file, overrides or ()) if file is not None or overrides else None
+
+
+ModelSource = Annotated[
+    str,
+    _argument("CHECKPOINT", "A checkpoint, a run directory for its newest one, or a Hugging Face model. May be a URL."),
+]
+PlanOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
+]
+PlanFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False)
+]
 
 
 @app.command()
@@ -107,23 +130,12 @@ def convert_checkpoint(
 
 @app.command()
 def evaluate(
-    source: Annotated[
-        str,
-        _argument(
-            "CHECKPOINT", "A checkpoint, a run directory for its newest one, or a Hugging Face model. May be a URL."
-        ),
-    ],
+    source: ModelSource,
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, with commas.", show_default=False)
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
-    ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
-    ] = None,
+    overrides: PlanOverrides = None,
+    plan: PlanFile = None,
     folder: Annotated[
         Path | None, typer.Option("--task-folder", metavar="DIR", help="A folder with tasks of your own.")
     ] = None,
@@ -138,9 +150,7 @@ def evaluate(
 
     To use several processes, start torchrun and pass a plan or its keys.
     """
-    from meshtrain.config.toml import load_plan
-
-    how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
+    how = _plan_of(plan, overrides)
     from meshtrain.runtime.environment import rank_from_environment
 
     if out is not None and rank_from_environment() == 0:
@@ -154,21 +164,10 @@ def evaluate(
 
 @app.command()
 def generate(
-    source: Annotated[
-        str,
-        _argument(
-            "CHECKPOINT", "A checkpoint, a run directory for its newest one, or a Hugging Face model. May be a URL."
-        ),
-    ],
+    source: ModelSource,
     prompt: Annotated[list[str], typer.Option(help="The text to continue; repeatable.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
-    ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
-    ] = None,
+    overrides: PlanOverrides = None,
+    plan: PlanFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
@@ -190,9 +189,7 @@ def generate(
 
     To use several processes, start torchrun and pass a plan or its keys.
     """
-    from meshtrain.config.toml import load_plan
-
-    how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
+    how = _plan_of(plan, overrides)
     from meshtrain.inference.prompts import Decoding, generate_texts
 
     decoding = Decoding(
