@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
+from meshtrain.training.fused_adamw import fused_adamw
 from meshtrain.training.matrix_exchange import MatrixExchange
 
 MOMENTUM = "momentum_buffer"
@@ -79,22 +79,7 @@ class Muon(Optimizer):
                 state |= {name: torch.zeros_like(parameter) for name in MOMENTS}
         means, squares, steps = ([self.state[it][name] for it in trained] for name in (*MOMENTS, "step"))
         if trained:
-            adamw(
-                trained,
-                [it.grad for it in trained if it.grad is not None],
-                means,
-                squares,
-                [],
-                steps,
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            fused_adamw(group, trained, means, squares, steps)
 
 
 def _format(dtype: torch.dtype) -> torch.dtype:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.adamw import adamw
 
 from meshtrain.models.positions import mix
+from meshtrain.training.fused_adamw import fused_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Number of elements that are rounded at once. Each needs random numbers of 8 bytes.
@@ -48,32 +48,16 @@ class RoundedAdamW(AdamW):
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None:
-                    self._update(parameter, gradient, group)
+                if parameter.grad is not None:
+                    self._update(parameter, group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
         moments = [state[name].float() for name in MOMENTS]
-        adamw(
-            [parameter],
-            [gradient],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        fused_adamw(group, [parameter], moments[:1], moments[1:], [state["step"]])
         # The number of the step stays on the device, so that nothing waits for it.
         key = state["step"].long() * 0x9E3779B97F4A7C1 + self._keys[parameter]
         round_at_random(moments, [state[name] for name in MOMENTS], self._places[parameter], key)
