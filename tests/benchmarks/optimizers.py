@@ -28,6 +28,7 @@ from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.step import StepContext, train_step
+from tests.benchmarks.rounds import alternate
 from tests.ranks import run_on_ranks
 
 SHAPE: dict[str, Any] = {
@@ -77,18 +78,7 @@ def build_step(shape: dict[str, Any], num_tokens: int, ranks: int, name: Optimiz
 
 def measure(shape: dict[str, Any], num_tokens: int, ranks: int, repeat: int) -> list[list[Seconds]]:
     """Return the seconds of every optimizer in each round, after one step each."""
-    torch.set_num_threads(1)
-    steps = [build_step(shape, num_tokens, ranks, name) for name in NAMES]
-    for step in steps:
-        step()
-    rounds = []
-    for number in range(repeat):
-        found = [(0.0, 0.0)] * len(steps)
-        # The order alternates, because a step finds the memory that the one before has freed.
-        for index in list(range(len(steps)))[:: 1 if number % 2 else -1]:
-            found[index] = steps[index]()
-        rounds.append(found)
-    return rounds
+    return alternate([build_step(shape, num_tokens, ranks, name) for name in NAMES], repeat)
 
 
 def main() -> None:
