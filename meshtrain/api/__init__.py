@@ -4,6 +4,7 @@ arguments.py         checks of arguments that need torch or transformers
 batches.py           comparison of batches between the ranks that share a model
 building.py          mesh, model on the meta device, weights, gradient clipping
 calls.py             hooks and checks around every call of a model without a pipeline
+check.py             the checks of a run before it starts
 checkpoints.py       save_checkpoint and load_checkpoint
 dropout.py           random streams of dropout in a program
 gradients.py         sums of gradients over ranks after each backward pass

@@ -210,19 +210,10 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
-    from meshtrain.inference.run_evaluators import evaluators_of
-    from meshtrain.training.beginning import check_beginning
-    from meshtrain.training.directory import check_directory
+    from meshtrain.api.check import check_run
     from meshtrain.training.report import show_run
-    from meshtrain.training.resolve import resolve_run
-    from meshtrain.training.trackers.packages import check_trackers
 
-    _check_machine(config)
-    check_trackers(config)
-    evaluators_of(config)
-    check_directory(config)
-    check_beginning(config)
-    show_run(resolve_run(config, world_size))
+    show_run(check_run(config, world_size))
     console.line("The plan fits the model, the batches and the processes. Activations and buffers are not counted.")
 
 

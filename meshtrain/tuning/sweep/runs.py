@@ -5,18 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshtrain.api.check import check_run
 from meshtrain.config.reading import absolute_path, shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError, Problem, UserError, name_some, reason_of
-from meshtrain.inference.run_evaluators import evaluators_of
-from meshtrain.planning.machine import check_machine
-from meshtrain.training.beginning import check_beginning
 from meshtrain.training.directory import check_directory
 from meshtrain.training.files import METRICS_NAME
-from meshtrain.training.resolve import resolve_run
-from meshtrain.training.trackers.packages import check_trackers
 from meshtrain.tuning.sweep.choices import Combination
 
 Item = TypeVar("Item")
@@ -98,13 +94,10 @@ def check_runs(runs: Sequence[SweepRun], remaining: Sequence[SweepRun], world_si
     """
 
     def check(run: SweepRun) -> None:
-        check_directory(run.config)
         if run in remaining:
-            check_machine(run.config.machine)
-            check_beginning(run.config)
-            check_trackers(run.config)
-            evaluators_of(run.config)
-            resolve_run(run.config, world_size)
+            check_run(run.config, world_size)
+        else:
+            check_directory(run.config)
 
     list(_all_or_problems(runs, check, lambda run: run.name))
 
