@@ -1,12 +1,12 @@
 """Evaluate a model on downstream tasks, on the mesh that it is distributed over."""
 
 import functools
-import importlib.util
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Tasks:
         Raises:
             ConfigError: if lm_eval is not installed, there is no such folder, or no such task.
         """
-        if importlib.util.find_spec("lm_eval") is None:
+        if find_spec("lm_eval") is None:
             raise ConfigError("tasks need lm_eval, which is not installed", "pip install meshtrain[evaluate]")
         if self.folder is not None and not self.folder.is_dir():
             raise ConfigError(f"{self.folder}, the folder of tasks, is not a directory", "pass one with YAML files")

@@ -1,7 +1,7 @@
 """Give a model the LoRA adapters that a run asks for."""
 
-import importlib.util
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def check_installed() -> None:
     Raises:
         ConfigError: if it is not.
     """
-    if importlib.util.find_spec("peft") is None:
+    if find_spec("peft") is None:
         raise ConfigError("`lora.rank` is set, but peft is not installed", "pip install meshtrain[lora]")
 
 

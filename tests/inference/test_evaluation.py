@@ -11,6 +11,7 @@ import torch
 from meshtrain.checkpoint.huggingface.export import export_checkpoint
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError
+from meshtrain.inference import evaluation
 from meshtrain.inference.evaluation import Tasks, evaluate_tasks
 from tests.ranks import run_on_ranks
 from tests.training.runs import WORDS, Mesh, build_plan, build_run, train_here
@@ -107,6 +108,20 @@ def test_scores_equal_those_of_the_export(trained: Path, tmp_path: Path) -> None
         assert {*found["choice"]} >= {"acc", "acc_norm"}
         assert found["rolling"]["word_perplexity"] > 1
         assert found["continued"]["letters"] > 1
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        Tasks(("choice",)).check()
+    assert caught.value.lines == ("tasks need lm_eval, which is not installed; pip install meshtrain[evaluate]",)
+
+
+def test_processes_without_a_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes are started, but there is no plan for them; add mesh"):
+        evaluate_tasks("nowhere", tasks)
 
 
 def test_unknown_task_and_folder_are_refused(tmp_path: Path) -> None:

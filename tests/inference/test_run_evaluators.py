@@ -9,14 +9,25 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshtrain import load_run
 from meshtrain.api.train import train
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
-from meshtrain.config.run import RunConfig
+from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.profiling.report.recorded import read_run_directory
 from tests.casts import lift_float32_casts
 from tests.inference.test_evaluation import scores_on_mesh, write_tasks
+from tests.parity import DYNAMIC, LLAMA
 from tests.ranks import run_on_ranks
-from tests.training.runs import LLAMA_TEXT, RUN_TEXT, build_plan, build_run, read_metrics, steps_of, write_text
+from tests.training.runs import (
+    LLAMA_TEXT,
+    RUN_TEXT,
+    SEQUENCE,
+    VOCABULARY,
+    build_plan,
+    build_run,
+    read_metrics,
+    steps_of,
+    write_text,
+)
 
 
 def train_on_mesh(run: RunConfig) -> None:
@@ -41,6 +52,18 @@ def test_training_goes_on_as_without_generating(tmp_path: Path) -> None:
     events.Reload()
     shown = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("generated/1")]
     assert shown == [(step, f"    {found[step][0]['text']}\n") for step in (3, 4)]
+
+
+def test_long_texts_leave_dynamic_frequencies_as_they_were(tmp_path: Path) -> None:
+    values = {**LLAMA, "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE, "rope_parameters": DYNAMIC}
+    plain = build_run(tmp_path / "plain", "qwen3", build_plan((1, 1, 1, 1)), steps=3)
+    plain = plain.model_copy(update={"model": ModelConfig(type="llama", config=values)})
+    texts = GenerateConfig(prompts=["model reads text"], every=1, max_new_tokens=2 * SEQUENCE)
+    writing = plain.model_copy(update={"run_directory": str(tmp_path / "run"), "generate": texts})
+    for run in (plain, writing):
+        run_on_ranks(1, train_on_mesh, run, joins=False)
+    losses = [[step["loss"] for step in steps_of(tmp_path / name)] for name in ("run", "plain")]
+    assert losses[0] == losses[1]
 
 
 def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def test_simulated_adapters_need_what_real_ones_need(plan: str) -> None:
     assert abs(compare_run(replace(run, lora=LoraConfig(rank=8)))) <= NEAR
 
 
+def test_adapters_of_single_layers_need_what_real_ones_need() -> None:
+    run = make_run("llama", PLANS["fsdp"], microbatches=2, values={**SMALL, "num_hidden_layers": 8})
+    lora = LoraConfig(rank=64, target_modules=["1.self_attn.q_proj", "layers.6.mlp.down_proj"])
+    assert abs(compare_run(replace(run, lora=lora))) <= NEAR
+
+
 def test_layers_with_adapters_are_put_together() -> None:
     run = make_run("llama", PLANS["pp x tp, float8, selective"], values={**SMALL, "num_hidden_layers": 16})
     run_on_ranks(1, compare_ranks, replace(run, lora=LoraConfig(rank=8)), joins=False, timeout=300)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 import meshtrain
 from meshtrain.config.optimizer import OptimizerConfig
-from meshtrain.config.run import BadStepsConfig, CheckpointConfig, RunConfig
+from meshtrain.config.run import BadStepsConfig, CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.training.hooks import Hook, Metrics, RunState, check_hooks
@@ -340,3 +342,26 @@ def test_wrong_hooks_and_nested_process_groups_are_refused(tmp_path: Path) -> No
     hook, metrics = Hook(), json.loads("{}")
     for moment in ("start", "step", "evaluation", "checkpoint", "end"):
         assert getattr(hook, f"on_{moment}")(None, metrics) is None
+
+
+def stop_early(config: RunConfig) -> int:
+    """Train with the hook of the docs, and return how many evaluations there were."""
+    page = (Path(__file__).parents[2] / "docs/guides/own-loop.md").read_text()
+    (code,) = (it for it in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class EarlyStopping" in it)
+    directory = Path(config.run_directory)
+    file = directory.with_name("early_stopping.py")
+    file.write_text(code.partition("meshtrain.train(")[0])
+    hook = runpy.run_path(str(file))["EarlyStopping"](patience=2)
+    train_here(config, [hook])
+    return sum("eval_loss" in row for row in read_metrics(directory))
+
+
+def test_hook_of_the_docs_stops_early(tmp_path: Path) -> None:
+    # Nothing is learned with this rate, so no evaluation is lower than the first one.
+    run = build_run(tmp_path / "out", "qwen3", build_plan((1, 1, 1, 1)), steps=9)
+    update = {
+        "data": run.data.model_copy(update={"validation": 0.2}),
+        "evaluation": EvaluationConfig(every=1),
+        "optimizer": OptimizerConfig(learning_rate=1e-300),
+    }
+    assert run_on_ranks(1, stop_early, run.model_copy(update=update), joins=False) == [3]

@@ -22,6 +22,7 @@ from meshtrain.config.toml import load_run
 from meshtrain.errors import CheckpointError, ConfigError, ModelError, UserError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
+from meshtrain.models import lora
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import account
@@ -43,6 +44,7 @@ from tests.training.runs import (
     train_here,
     write_text,
 )
+from tests.wholes import write_whole
 
 LORA = LoraConfig(rank=4, alpha=8)
 CONTEXT = MeshPlan(cp=2, dp_shard=1)
@@ -235,6 +237,58 @@ def test_contradictory_settings_are_refused(keys: list[str], message: str, tmp_p
     with pytest.raises(ConfigError) as caught:
         load_run(str(tmp_path / "run.toml"), keys)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["model.enlarge_vocabulary=true"], "`model.enlarge_vocabulary` = true adds rows that should train, and"),
+        (["optimizer.name=muon"], "`optimizer` has the optimizer 'muon', and `lora.rank` trains adapters alone"),
+        (
+            ['optimizer.groups=[{parameters=["model.norm"], frozen=true}]'],
+            "`optimizer` has frozen groups, and `lora.rank` trains adapters alone; leave out one of them",
+        ),
+        (["ema.decay=0.9"], "`ema.decay` averages the weights, and `lora.rank` trains adapters, whose average"),
+        (["router.bias_update_rate=0.1"], "`router.bias_update_rate` changes the model, which `lora.rank` freezes"),
+        (['lora.target_modules=["q_proj", "q_proj"]'], "`target_modules` names 'q_proj' twice; leave one out"),
+    ],
+)
+def test_what_adapters_exclude_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    start = '[model]\npath = "base"\nweights = "pretrained"\n[lora]\nrank = 4\n'
+    text = RUN_TEXT.replace("{ vocab_size = 300 }", '{ path = "base" }')
+    (tmp_path / "run.toml").write_text(text + start)
+    with pytest.raises(ConfigError) as caught:
+        load_run(str(tmp_path / "run.toml"), keys)
+    assert message in str(caught.value)
+
+
+def test_adapters_on_a_checkpoint_or_on_a_language_half_are_refused(tmp_path: Path) -> None:
+    train(build_run(tmp_path / "full", "qwen3", build_plan((1, 1, 1, 1)), steps=1))
+    run = lora_run(tmp_path, (1, 1, 1, 1))
+    path = tmp_path / "full/checkpoints/step-1"
+    with pytest.raises(ConfigError, match="is a checkpoint, which no other program can put adapters on; export it"):
+        resolve_run(run.model_copy(update={"model": ModelConfig(path=str(path), weights="pretrained")}))
+    write_whole(tmp_path / "whole", "gemma3")
+    with pytest.raises(ModelError, match="the model is the language half of a multimodal one"):
+        resolve_run(run.model_copy(update={"model": ModelConfig(path=str(tmp_path / "whole"), weights="pretrained")}))
+
+
+def test_options_that_adapters_cannot_have_are_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    train(lora_run(tmp_path, (1, 1, 1, 1), steps=1))
+    with pytest.raises(CheckpointError, match="--dtype float32 is for a full model, but adapters keep theirs"):
+        export(str(tmp_path / "run"), tmp_path / "out", dtype="float32")
+    with pytest.raises(CheckpointError, match="holds adapters, which have no average; leave it out"):
+        export(str(tmp_path / "run"), tmp_path / "out", ema=True)
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_base(tmp_path)
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(lora_run(tmp_path, (1, 1, 1, 1)))
+    assert caught.value.lines == ("`lora.rank` is set, but peft is not installed; pip install meshtrain[lora]",)
 
 
 def test_unknown_target_is_refused(tmp_path: Path) -> None:

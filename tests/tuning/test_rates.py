@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain import cli
 from meshtrain.api.train import train
-from meshtrain.config.optimizer import GroupConfig
+from meshtrain.config.optimizer import GroupConfig, OptimizerConfig
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.tuning.rates.page import rates_page
 from meshtrain.tuning.rates.proposal import Trial, propose
@@ -121,6 +121,13 @@ def test_page_fits_screens(width: int, dark: bool, tmp_path: Path) -> None:
     assert "<b>" not in page
     assert measure(page, OVERFLOW, tmp_path, width=width, dark=dark) == [width, []]
     assert measure(page, TEXTS, tmp_path, width=width, dark=dark) == []
+
+
+def test_adamw_beside_muon_keeps_its_ratio(tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(name="muon", learning_rate=2e-2, adamw_learning_rate=3e-4)
+    config = build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), optimizer=optimizer)
+    found = trial_config(config, Bounds(1e-5, 1.0, 20)).optimizer
+    assert found.adamw_learning_rate == pytest.approx(3e-4 / 2e-2)
 
 
 def test_groups_keep_their_ratio_to_the_rest(tmp_path: Path) -> None:
