@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
 
 from meshtrain import console
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
@@ -52,6 +53,9 @@ class TaskEvaluator:
         )
         self._tasks.check()
 
+    def check(self, config: PretrainedConfig, tokenizer: Path) -> None:
+        """Check nothing more: which tasks there are does not depend on the model."""
+
     def evaluate(self, pipeline: Pipeline, tokenizer: Path) -> Evaluation:
         """Return the scores, under `tasks/NAME/METRIC`."""
         scores = self._tasks.evaluate(pipeline, AutoTokenizer.from_pretrained(tokenizer))
@@ -73,6 +77,10 @@ class TextEvaluator:
         self.every = config.every
         self._config, self._seed = config, seed
 
+    def check(self, config: PretrainedConfig, tokenizer: Path) -> None:
+        """Check that the prompts have tokens, and that the model has positions for the texts."""
+        self._encode(AutoTokenizer.from_pretrained(tokenizer), config, tokenizer)
+
     def evaluate(self, pipeline: Pipeline, tokenizer: Path) -> Evaluation:
         """Return the texts, as the note `generated`: a list of prompts and texts."""
         config = self._config
@@ -80,10 +88,13 @@ class TextEvaluator:
         if config.temperature > 0:
             options |= {"temperature": config.temperature, "top_k": 0}
         known, device = AutoTokenizer.from_pretrained(tokenizer), torch.device(pipeline.mesh.device_type)
-        model = pipeline.stages[0].model.config
-        batch = encode(known, config.prompts, str(tokenizer), model, config.max_new_tokens)
+        batch = self._encode(known, pipeline.stages[0].model.config, tokenizer)
         texts = write_texts(known, partial(generate_on_mesh, pipeline), batch, options, device, self._seed)
         for text in texts:
             console.line(f"Generated: {text}")
         pairs = zip(config.prompts, texts, strict=True)
         return Evaluation(note={"generated": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
+
+    def _encode(self, tokenizer: Any, model: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
+        config = self._config
+        return encode(tokenizer, config.prompts, str(directory), model, config.max_new_tokens)

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from transformers import PretrainedConfig
+
 from meshtrain.parallel.pipeline import Pipeline
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -25,6 +27,17 @@ class Evaluator(Protocol):
     @property
     def every(self) -> int | None:
         """Return the number of steps between evaluations; None: only at the end."""
+
+    def check(self, config: PretrainedConfig, tokenizer: Path) -> None:
+        """Check before the process group is joined what can be checked there.
+
+        Args:
+            config: of the model.
+            tokenizer: the directory with the tokenizer of the run.
+
+        Raises:
+            UserError: for what the model cannot be asked.
+        """
 
     def evaluate(self, pipeline: Pipeline, tokenizer: Path) -> Evaluation:
         """Evaluate the model. Collective.

@@ -73,6 +73,8 @@ def train_run(
         check_number_format(resolved.plan.precision.products)
         before_joining(resolved)
         identity, dataset, num_steps = _prepare(resolved)
+        for evaluator in evaluators:
+            evaluator.check(resolved.hf_config, identity.data.tokenizer.directory)
         with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:
             if config.stop_after is not None:
                 process.stop.deadline = started + duration_seconds(config.stop_after)

@@ -10,9 +10,10 @@ from meshtrain import load_run
 from meshtrain.api.train import train
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.run import ModelConfig, RunConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, UserError
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.profiling.report.recorded import read_run_directory
+from meshtrain.runtime.ranks import RankError
 from tests.casts import lift_float32_casts
 from tests.inference.test_evaluation import scores_on_mesh, write_tasks
 from tests.parity import DYNAMIC, LLAMA
@@ -64,6 +65,16 @@ def test_long_texts_leave_dynamic_frequencies_as_they_were(tmp_path: Path) -> No
         run_on_ranks(1, train_on_mesh, run, joins=False)
     losses = [[step["loss"] for step in steps_of(tmp_path / name)] for name in ("run", "plain")]
     assert losses[0] == losses[1]
+
+
+def test_text_that_is_too_long_for_the_model_is_refused_before_the_start(tmp_path: Path) -> None:
+    texts = GenerateConfig(prompts=["model reads"], max_new_tokens=32)
+    run = build_run(tmp_path / "run", "gpt2", build_plan((1, 1, 1, 1)), steps=1, generate=texts)
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(1, train_on_mesh, run, joins=False)
+    assert isinstance(caught.value.original, UserError)
+    assert "32 more is asked for, but the model has 32 positions; ask for at most" in str(caught.value.original)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_greedy_samples_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -> None:
