@@ -18,8 +18,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
-    apply_converters,
     build_glob_alternation,
+    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -90,7 +90,7 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     members: dict[str, list[str]] = {}
     for name in stock:
-        target, pattern = apply_converters(name, converters)
+        target, pattern = rename_source_key(name, [], converters)
         members.setdefault(name if pattern is None else target, []).append(name)
     groups: list[Group] = []
     tensors: Tensors = {}
