@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.benchmarks.bare import build_optimizer
 
+LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
 
 def build_step(
     model: dict[str, Any], plan: dict[str, Any], rows: int, device: torch.device
@@ -17,7 +19,7 @@ def build_step(
     """Return a function that trains one step on tokens (batch, seq + 1), and returns the loss.
 
     It accumulates microbatches of `rows` sequences, and clips the norm of the gradients. With
-    float32 parameters it computes in bfloat16 by autocast.
+    float32 parameters it computes in bfloat16 by autocast. It compiles the layers if the plan does.
     """
     is_pure = plan["precision"].get("parameters") == "bfloat16"
     config = AutoConfig.for_model(model["type"], **model["config"], use_cache=False)
@@ -25,6 +27,9 @@ def build_step(
         stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_pure else torch.float32).train()
     if plan.get("recompute", {}).get("mode") == "full":
         stock.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.get("compile"):
+        for layer in stock.get_submodule(LAYERS[model["type"]]):
+            layer.compile(backend=plan["compile"].get("backend", "inductor"))
     optimizer = build_optimizer(stock)
 
     def step(tokens: Tensor) -> float:

@@ -43,6 +43,16 @@ LLAMA_8B: dict[str, Any] = {
         "max_position_embeddings": 8192,
     },
 }
+LLAMA_WIDE: dict[str, Any] = {
+    # Four layers of the 8B shape.
+    **_LLAMA,
+    "config": {**LLAMA_8B["config"], "num_hidden_layers": 4, "vocab_size": 32000},
+}
+LLAMA_HEAD: dict[str, Any] = {
+    # Little besides a large vocabulary.
+    **_LLAMA,
+    "config": {**LLAMA_1B["config"], "num_hidden_layers": 1, "vocab_size": 131072, "max_position_embeddings": 4096},
+}
 MIXED: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
 # With float32 parameters, the state of 8B parameters would need 128 GB.
 PURE: dict[str, Any] = {
@@ -57,4 +67,41 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
 }
 SMALL_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     name: (TINY_GPT2 if model is GPT2_124M else TINY, plan, 2, 64) for name, (model, plan, _, _) in SHAPES.items()
+}
+COMPILED: dict[str, Any] = {**MIXED, "compile": {"enabled": True}}
+
+
+def traced(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan without generated code, which needs a compiler and takes minutes on a CPU."""
+    return plan | {"compile": {"enabled": True, "backend": "aot_eager"}} if "compile" in plan else plan
+
+
+def in_float8(recipe: str) -> dict[str, Any]:
+    """Return a compiled plan that computes in float8."""
+    return {**COMPILED, "precision": {"compute": "float8", "float8": {"recipe": recipe, "skip": []}}}
+
+
+COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, int]] = {
+    # name: model, plan, the plan beside it, sequences of a microbatch, tokens of a sequence
+    "compiled layers": (LLAMA_1B, COMPILED, MIXED, 4, 2048),
+    **{f"float8, {recipe}": (LLAMA_WIDE, in_float8(recipe), COMPILED, 4, 2048) for recipe in ("rowwise", "tensorwise")},
+    "recomputed layers": (LLAMA_1B, {**MIXED, "recompute": {"mode": "full"}}, MIXED, 4, 2048),
+    "head in chunks": (LLAMA_HEAD, MIXED, {**MIXED, "loss": {"chunk_tokens": 0}}, 1, 4096),
+    "documents alone": (
+        LLAMA_WIDE,
+        {**MIXED, "attention": {"documents": "segments"}},
+        {**MIXED, "attention": {"documents": "mask"}},
+        1,
+        8192,
+    ),
+}
+"""Two plans that compute the same."""
+
+TIMED = SHAPES | {
+    f"{name}, compiled": (model, {**plan, "compile": {"enabled": True}}, rows, length)
+    for name, (model, plan, rows, length) in SHAPES.items()
+    if name != "Llama 8B"
+}
+SMALL_TIMED = SMALL_SHAPES | {
+    name: (TINY, traced(plan), 2, 64) for name, (_, plan, _, _) in TIMED.items() if "compile" in plan
 }

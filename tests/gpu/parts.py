@@ -20,9 +20,9 @@ from meshtrain.parallel.float8.product import RECIPES
 from meshtrain.planning.machine import Machine, find_machine, machine_of_device
 from meshtrain.planning.needs import find_needs
 from meshtrain.runtime.process import check_number_format
-from tests.gpu.commands import profiled, quickstart, trained_124m, two_processes
+from tests.gpu.commands import profiled, quickstart, run_command, trained_124m, two_processes
 from tests.gpu.loops import build_step
-from tests.gpu.models import MIXED, SHAPES, SMALL_SHAPES, TINY, TINY_GPT2
+from tests.gpu.models import COMPARED, MIXED, SHAPES, SMALL_SHAPES, SMALL_TIMED, TIMED, TINY, TINY_GPT2, traced
 from tests.gpu.outcome import Failed, Numbers, Setting, Skipped, check_close
 from tests.gpu.steps import Trained, computing_on, memory_of, resolved, seconds_of_step, train, weights_drawn_on_device
 
@@ -212,7 +212,7 @@ def _check_fits(predicted: int, numbers: Numbers) -> None:
 
 def throughput(setting: Setting, *, shape: str) -> Numbers:
     """Measure tokens per second beside a hand-written loop, and the share of the peak FLOPs."""
-    model, plan, rows, length = (SMALL_SHAPES if setting.small else SHAPES)[shape]
+    model, plan, rows, length = (SMALL_TIMED if setting.small else TIMED)[shape]
     run, number = resolved(model, plan, rows, length), 2 if setting.small else 8
     if setting.device == "cuda":
         _check_fits(find_needs(run, _machine(setting)).peak_bytes, {})
@@ -238,6 +238,47 @@ def throughput(setting: Setting, *, shape: str) -> Numbers:
     numbers |= _utilization(setting, run, ours)
     if numbers["ratio"] < 0.9 and not setting.small:
         raise Failed(f"{ours:,.0f} tokens per second, a hand-written loop {bare:,.0f}", numbers)
+    return numbers
+
+
+def features(setting: Setting, *, name: str) -> Numbers:
+    """Measure what a part of a plan gains: the same steps with it and without it."""
+    model, plan, other, rows, length = COMPARED[name]
+    if setting.small:
+        model, rows, length = TINY, 2, 64
+    documents = "separate" if "attention" in plan else "joined"
+    trained: dict[str, Trained] = {}
+    with computing_on(setting.torch_device) as device, weights_drawn_on_device():
+        for key, chosen in {"with": plan, "without": other}.items():
+            run = resolved(model, traced(chosen) if setting.small else chosen, rows, length, documents=documents)
+            trained[key] = _without_context(train(run, device, 3 if setting.small else 8))
+    seconds = {key: statistics.median(found.seconds[1:]) for key, found in trained.items()}
+    numbers = {
+        "tokens_per_second": trained["with"].tokens / seconds["with"],
+        "times_faster": seconds["without"] / seconds["with"],
+        "peak_gib": trained["with"].peak_bytes / 2**30,
+        "without_peak_gib": trained["without"].peak_bytes / 2**30,
+    }
+    return numbers | check_steps(trained["with"], trained["without"], 3e-2)
+
+
+def seconds(setting: Setting) -> Numbers:
+    """Calibrate this machine, and compare predicted steps with measured ones."""
+    file = setting.folder / "machine.toml"
+    run_command(setting, "calibrate", str(file), "--processes", "1")
+    machine, numbers = find_machine(str(file), 1), {}
+    for name, (model, plan, rows, length) in (SMALL_SHAPES if setting.small else SHAPES).items():
+        if name == "Llama 8B":
+            continue
+        run = resolved(model, plan, rows, length)
+        time = find_needs(run, machine).time
+        assert time is not None
+        with computing_on(setting.torch_device) as device, weights_drawn_on_device():
+            found = _without_context(train(run, device, 8))
+        measured = statistics.median(found.seconds[1:])
+        key = name.replace(" ", "_").replace("-", "_").lower()
+        numbers |= {f"{key}_seconds": measured, f"{key}_predicted": time.seconds}
+        numbers[f"{key}_difference"] = time.seconds / measured - 1
     return numbers
 
 
@@ -275,7 +316,9 @@ PARTS: dict[str, Part] = {
         }
     ),
     "memory": Part(_shaped(memory), apart=True),
-    "throughput": Part(_shaped(throughput), apart=True),
+    "throughput": Part({shape: partial(throughput, shape=shape) for shape in TIMED}, apart=True),
+    "features": Part({name: partial(features, name=name) for name in COMPARED}, apart=True),
+    "seconds": Part({"calibrated": seconds}),
     "profile": Part({"trace": profiled}),
     "processes": Part({mesh: partial(two_processes, mesh=mesh) for mesh in ("dp_shard", "tp", "pp")}),
 }

@@ -20,6 +20,7 @@ from meshtrain.planning.needs import simulated_run
 from meshtrain.runtime.process import process_group
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 from meshtrain.training.step import StepContext, train_step
+from tests.benchmarks.documents import MEAN_TOKENS, packed_positions
 
 ACCUMULATED = 2
 """Number of microbatches of a step."""
@@ -50,12 +51,15 @@ class Trained:
     context: StepContext
 
 
-def resolved(model: dict[str, Any], plan: dict[str, Any], rows: int, length: int) -> ResolvedRun:
+def resolved(
+    model: dict[str, Any], plan: dict[str, Any], rows: int, length: int, *, documents: str = "joined"
+) -> ResolvedRun:
     """Return a run of one process with `ACCUMULATED` microbatches a step.
 
     Args:
         rows: sequences of a microbatch.
         length: tokens of a sequence.
+        documents: "joined", or "separate" for documents that do not see each other.
     """
     config = RunConfig.model_validate(
         {
@@ -64,7 +68,7 @@ def resolved(model: dict[str, Any], plan: dict[str, Any], rows: int, length: int
             "global_batch_size": ACCUMULATED * rows,
             "micro_batch_size": rows,
             "model": model,
-            "data": {"sequence_length": length, "tokenizer": {"vocab_size": 300}},
+            "data": {"sequence_length": length, "documents": documents, "tokenizer": {"vocab_size": 300}},
             "optimizer": {"learning_rate": 1e-3},
             "plan": plan,
         }
@@ -111,6 +115,11 @@ def weights_drawn_on_device() -> Iterator[None]:
 def train(run: ResolvedRun, device: torch.device, number: int = 3) -> Trained:
     """Train some steps on one batch of random tokens, with the weights that seed 0 gives."""
     context, batch = build_real(simulated_run(run, on_gpus=device.type == "cuda"), device)
+    if run.config.data.documents == "separate":
+        rows, length = batch["input_ids"].shape
+        batch["position_ids"] = (
+            packed_positions(length, min(MEAN_TOKENS, length // 4)).expand(rows, length).contiguous().to(device)
+        )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ids = np.arange(run.batch.global_batch_size)
