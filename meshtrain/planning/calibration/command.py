@@ -37,12 +37,10 @@ from meshtrain.runtime.environment import local_world_size_from_environment, wor
 from meshtrain.runtime.process import check_devices, process_group
 from meshtrain.training.resolve import resolve_run
 
-# A model of each kind whose operators are measured if no run is given.
-_WIDE = {"vocab_size": 8192, "num_hidden_layers": 1, "max_position_embeddings": 512}
-_MODELS: dict[str, dict[str, int]] = {
-    "llama": _WIDE | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8},
-    "gpt2": {"vocab_size": 8192, "n_layer": 1, "n_embd": 512, "n_head": 8, "n_positions": 512},
-}
+# Measured if no run is given, on a GPU at sizes that keep it busy: the hidden size of a model of
+# each kind, the sequences of a microbatch and the tokens of a sequence.
+_HIDDEN = {"cpu": 512, "cuda": 2048}
+_BATCHES = {"cpu": ((1, 128), (2, 256), (4, 512)), "cuda": ((1, 512), (2, 1024), (4, 2048))}
 _TINY = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -92,7 +90,7 @@ def calibrate(file: Path, config: RunConfig | None) -> None:
 
 
 def _workload(config: RunConfig | None) -> Workload:
-    runs = [_of_run(config, size) for size in (1, config.micro_batch_size)] if config is not None else _small_runs()
+    runs = [_of_run(config, size) for size in (1, config.micro_batch_size)] if config is not None else _other_runs()
     tiny = _simulated({"type": "llama", "config": _TINY}, 1, 16, {"dp_replicate": world_size_from_environment()})
     profile = simulate_rank(tiny, 0)
     return Workload(record_calls([tiny, *runs]), tiny, profile.work())
@@ -105,13 +103,23 @@ def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
     return simulated_run(resolve_run(config.model_copy(update=update)), on_gpus=torch.cuda.is_available())
 
 
-def _small_runs() -> list[SimulatedRun]:
+def _other_runs() -> list[SimulatedRun]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return [
         _simulated({"type": name, "config": config}, rows, length, {"dp_shard": 1}, compute)
-        for name, config in _MODELS.items()
-        for rows, length in ((1, 128), (2, 256), (4, 512))
+        for name, config in _models(_HIDDEN[device], _BATCHES[device][-1][1]).items()
+        for rows, length in _BATCHES[device]
         for compute in ("float32", "bfloat16")
     ]
+
+
+def _models(hidden: int, length: int) -> dict[str, dict[str, int]]:
+    heads, vocabulary = hidden // 64, 16 * hidden
+    llama = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": heads}
+    return {
+        "llama": llama | {"vocab_size": vocabulary, "num_hidden_layers": 1, "max_position_embeddings": length},
+        "gpt2": {"vocab_size": vocabulary, "n_layer": 1, "n_embd": hidden, "n_head": heads, "n_positions": length},
+    }
 
 
 def _simulated(
