@@ -48,7 +48,11 @@ def float32_casts_lifted() -> Iterator[None]:
 
 
 def _keep_float64(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    return self if self.dtype == torch.float64 else self.to(torch.float32, memory_format=memory_format)
+    if self.dtype == torch.float64:
+        return self
+    # Positions meet frequencies in float64, and a product of matrices needs equal formats.
+    dtype = torch.float32 if self.is_floating_point() else torch.float64
+    return self.to(dtype, memory_format=memory_format)
 
 
 def _full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
