@@ -4,12 +4,17 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FORWARD = "forward"
 _MIXIN = "_mixed_in"
+# What a class may have and still be shared. Other values can hold the module, which the table would
+# keep alive.
+_SHARED: set[type] = {str, int, tuple, staticmethod}
+_MIXED: WeakValueDictionary[Any, type] = WeakValueDictionary()
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -123,13 +128,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Change the class of one module, in place, to one that derives from `mixin` and its own class.
 
-    The new class has the same name.
+    The new class has the same name. Modules of one class that get the same share it, because
+    torch.compile compiles the same layer again for another class, and gives up after a few.
 
     Why: as for `become`; the forward of its own class still runs, inside that of the mixin.
     Holds: torch 2.11 to 2.13.
     """
     kind = type(module)
-    module.__class__ = type(kind.__name__, (mixin, kind), {**attributes, _MIXIN: (mixin, attributes)})
+    is_shared = {type(value) for value in attributes.values()} <= _SHARED
+    key = (kind, mixin, *sorted(attributes.items())) if is_shared else None
+    mixed = _MIXED.get(key)
+    if mixed is None:
+        mixed = type(kind.__name__, (mixin, kind), {**attributes, _MIXIN: (mixin, attributes)})
+        if is_shared:
+            _MIXED[key] = mixed
+    module.__class__ = mixed
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.nn import mix_in, parameter_table
+from meshtrain.compat.nn import hook_tables, mix_in, parameter_table
 from meshtrain.errors import PlanError
 from meshtrain.models.patterns import match_names
 
@@ -60,21 +60,32 @@ class UnfusedProjection(nn.Module):
     """The replacement of a fused projection: one child per part, with the outputs joined.
 
     Attributes:
+        at_once: whether it computes as the stock projection does, with one large product in place
+            of several. The parts must be whole then.
         written: while a rule of initialization runs, the stock parameters that it asks for, in
             full; None otherwise.
     """
 
+    at_once: bool
     written: dict[str, Tensor] | None
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.written = None
+        self.at_once, self.written = False, None
         for name, part in parts.items():
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project `x` (batch, seq, hidden) by every part; join the results along the last dim."""
-        return torch.cat([part(x) for part in self.children()], dim=-1)
+        if not self.at_once:
+            return torch.cat([part(x) for part in self.children()], dim=-1)
+        weight, bias = self._joined("weight"), self._joined("bias")
+        assert weight is not None
+        return torch.nn.functional.linear(x, weight.T if self._joined_dim("weight") else weight, bias)
+
+    def _joined(self, kind: str) -> Tensor | None:
+        tensors = [getattr(part, kind) for part in self.children()]
+        return None if tensors[0] is None else torch.cat(tensors, self._joined_dim(kind))
 
     def __getattr__(self, name: str) -> Any:
         written = vars(self).get("written")
@@ -99,6 +110,18 @@ class UnfusedProjection(nn.Module):
 
     def _joined_dim(self, kind: str) -> int:
         return 1 if kind == "weight" and isinstance(next(self.children()), Conv1D) else 0
+
+
+def compute_at_once(model: nn.Module) -> None:
+    """Let fused projections compute as the stock ones do, where no part has hooks or is wrapped.
+
+    Args:
+        model: unfused, and not cut by tensor parallelism.
+    """
+    for module in model.modules():
+        if isinstance(module, UnfusedProjection):
+            parts = list(module.children())
+            module.at_once = all(type(part) in (nn.Linear, Conv1D) and not any(hook_tables(part)) for part in parts)
 
 
 def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]:
@@ -178,20 +201,20 @@ def _stack(module: nn.Module, name: str, kind: str, shares: Mapping[str, int]) -
         raise PlanError(f"{KEY}: {name} has {parameter.shape[dim]} rows, which are not {len(shares)} equal parts")
     values = parameter.detach().unflatten(dim, (len(shares), -1))
     module.register_parameter(kind, nn.Parameter(values, requires_grad=parameter.requires_grad))
-    mix_in(module, StackedParameters, stacked_dims={kind: dim})
+    mix_in(module, StackedParameters, stacked_dims=((kind, dim),))
     return FusedParameter(name, (name,), dim, stacked=len(shares))
 
 
 class StackedParameters:
     """A mixin for modules with stacked parameters: their forward gets these in the stock shape."""
 
-    stacked_dims: Mapping[str, int]
+    stacked_dims: tuple[tuple[str, int], ...]
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on views of the parameters."""
         parameters = parameter_table(self)
         stacked = dict(parameters)
-        parameters.update({kind: stacked[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims.items()})
+        parameters.update({kind: stacked[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims})
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -54,7 +54,7 @@ from meshtrain.models.adapters import (
     unfuse_adapters,
 )
 from meshtrain.models.dtypes import dtype_name
-from meshtrain.models.fused import unfuse
+from meshtrain.models.fused import compute_at_once, unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
@@ -241,6 +241,8 @@ def _parallelize_stage(
         attention.watch(stage.model)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
+    if tp == 1:
+        compute_at_once(stage.model)
     apply_recompute(stage, plan.recompute, tp_streams)
     router_loss.watch(stage)
     apply_compile(stage, plan, watches_routers=watches_routers)

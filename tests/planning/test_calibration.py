@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshtrain import cli
+from meshtrain.planning.calibration.attention import attention_on_gpu, is_for_cpu
 from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
 from meshtrain.planning.calibration.operators import measure_operators
 from tests.planning.cases import PLANS, make_run
@@ -36,6 +37,24 @@ def test_every_operator_of_a_step_is_timed_by_itself(model_type: str) -> None:
     for call, _ in found:
         sizes.setdefault(call.key, []).append(call.size)
     assert all(known == sorted(set(known)) and len(known) <= 6 for known in sizes.values())
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_gpus_run_the_attention_that_a_simulation_runs(key_heads: int) -> None:
+    heads = [(2, 4, 8, 16), (2, key_heads, 8, 16), (2, key_heads, 8, 16)]
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in heads]
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    forward, backward = (getattr(torch.ops.aten, name + ending).default for ending in ("", "_backward"))
+    output, sums = forward(*inputs, 0.0, True, scale=0.3)
+    found = attention_on_gpu(f"aten.{name}.default", [*inputs, 0.0, True], {"scale": 0.3})()
+    torch.testing.assert_close(found, output)
+    arguments = [torch.ones_like(output), *inputs, output, sums, 0.0, True]
+    run = attention_on_gpu(f"aten.{name}_backward.default", arguments, {"scale": 0.3})
+    for _ in range(2):
+        for gradient, wanted in zip(run(), backward(*arguments, scale=0.3), strict=True):
+            torch.testing.assert_close(gradient, wanted)
+    assert is_for_cpu(f"aten.{name}_backward.default")
+    assert not is_for_cpu("aten._scaled_dot_product_efficient_attention.default")
 
 
 def test_arguments_get_memory_of_the_same_shape() -> None:

@@ -232,4 +232,6 @@ class OwnPart:
 
 def watch_part(part: nn.Module, name: str, channel: Channel) -> None:
     """Make a part of this stage use the channel, in place."""
-    mix_in(part, OwnPart, part_name=name, channel=channel)
+    mix_in(part, OwnPart)
+    # They are not in the class, which all layers share, so that one compiled graph fits all.
+    vars(part).update(part_name=name, channel=channel)

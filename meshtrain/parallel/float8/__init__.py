@@ -9,9 +9,10 @@ activations stay in bfloat16, so sharding, stages and checkpoints are those of b
 """
 
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.nn import mix_in
@@ -35,15 +36,22 @@ def apply_float8(stage: Stage, layers: Collection[str], recipe: Float8Recipe) ->
         if module is None or not any(True for _ in module.parameters(recurse=False)):
             # It is on another stage.
             continue
-        product = _product_of(module, RECIPES[recipe])
+        product = _product(recipe, is_transposed=isinstance(module, Conv1D))
         if isinstance(module, ShardedLinear | ShardedConv1D):
             module.product = product
         else:
-            mix_in(module, _InFloat8, product=staticmethod(product))
+            mix_in(module, _InFloat8, product=_static(product))
 
 
-def _product_of(module: nn.Module, recipe: Recipe) -> Product:
-    return partial(_transposed if isinstance(module, Conv1D) else float8_linear, recipe)
+@cache
+def _product(recipe: Float8Recipe, *, is_transposed: bool) -> Product:
+    """Return one object for all layers, so that torch.compile compiles one graph for them."""
+    return partial(_transposed if is_transposed else float8_linear, RECIPES[recipe])
+
+
+@cache
+def _static(product: Product) -> Any:
+    return staticmethod(product)
 
 
 def _transposed(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,6 @@ multiplied in bfloat16, which holds them exactly.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,8 @@ _EXPONENT = 0x7F800000
 BLOCK = 32
 # The kernels for blocks read the scales of so many rows and blocks together.
 _SCALE_ROWS, _SCALE_BLOCKS = 128, 4
-_on_gpus = ContextVar("on_gpus", default=False)
+# torch.compile reads no ContextVar without a break in the graph.
+_as_on_gpus = False
 
 
 class Recipe(NamedTuple):
@@ -59,11 +59,12 @@ RECIPES: dict[Float8Recipe, Recipe] = {
 @contextmanager
 def products_as_on_gpus() -> Iterator[None]:
     """Multiply fake tensors of a CPU with the kernels for GPUs, while the block runs."""
-    token = _on_gpus.set(True)
+    global _as_on_gpus
+    before, _as_on_gpus = _as_on_gpus, True
     try:
         yield
     finally:
-        _on_gpus.reset(token)
+        _as_on_gpus = before
 
 
 def float8_linear(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -151,7 +152,7 @@ def _power_of_two(numbers: Tensor) -> Tensor:
 
 def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe) -> Tensor:
     """Return first @ second.T in bfloat16."""
-    if first.values.device.type == "cpu" and not _on_gpus.get():
+    if first.values.device.type == "cpu" and not _as_on_gpus:
         return _exact_values(first, recipe) @ _exact_values(second, recipe).T
     scaling, swizzle = recipe.scaling, None
     of_first, of_second = first.scales, second.scales

@@ -4,7 +4,7 @@ A stock module becomes one of them in place, so its name and its owners stay the
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -214,7 +214,7 @@ def see_own_heads(module: nn.Module, rank: int, tp: int, heads: Heads | None = N
     Args:
         heads: of the model, if tp does not divide their numbers.
     """
-    see_heads(module, partial(_own_indices, rank, tp, heads))
+    see_heads(module, _own_heads(rank, tp, heads))
 
 
 def see_heads(module: nn.Module, own: Callable[[int], Sequence[int]]) -> None:
@@ -223,7 +223,18 @@ def see_heads(module: nn.Module, own: Callable[[int], Sequence[int]]) -> None:
     Args:
         own: number of all heads -> indices of those that the module shall see.
     """
-    mix_in(module, OwnHeads, own=staticmethod(own))
+    mix_in(module, OwnHeads, own=_static(own))
+
+
+@cache
+def _own_heads(rank: int, tp: int, heads: Heads | None) -> Callable[[int], Sequence[int]]:
+    return partial(_own_indices, rank, tp, heads)
+
+
+@cache
+def _static(function: Callable[[int], Sequence[int]]) -> Any:
+    """Return one object for all modules, which then share a class."""
+    return staticmethod(function)
 
 
 def _own_indices(rank: int, tp: int, heads: Heads | None, count: int) -> Sequence[int]:

@@ -1,13 +1,15 @@
 """The operators of a run, with the shapes of what they are called with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshtrain.compat.fake import full_name_of, operator_of
+from meshtrain.planning.calibration.attention import attention_on_gpu, is_for_cpu
 from meshtrain.planning.simulation.rank import record_rank
 from meshtrain.planning.simulation.recorder import Recorder, Work
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -48,9 +50,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the operator, and return its result."""
-        return operator_of(self.operator)(*args, **kwargs)
+    def on(self, device: torch.device) -> Callable[[], object]:
+        """Return a function that makes this call on a device, with arguments of its own."""
+        args, kwargs = with_values(list(self.args), device), with_values(self.kwargs, device)
+        if device.type != "cpu" and is_for_cpu(self.operator):
+            return attention_on_gpu(self.operator, args, kwargs)
+        return partial(operator_of(self.operator), *args, **kwargs)
 
 
 class CallRecorder(Recorder):

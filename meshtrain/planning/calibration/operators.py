@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshtrain.planning.calibration.calls import Call, with_values
+from meshtrain.planning.calibration.calls import Call
 
 # Every point is measured for about as long, in a few rounds.
 SECONDS, ROUNDS = 0.04, 5
@@ -61,16 +61,13 @@ class _Rotation:
 
     def __init__(self, call: Call, device: torch.device) -> None:
         number = max(2, min(MOST_COPIES, COLD_BYTES // max(1, call.num_bytes)))
-        self._call = call
-        self._arguments = deque(
-            (with_values(list(call.args), device), with_values(call.kwargs, device)) for _ in range(number)
-        )
+        self._actions = deque(call.on(device) for _ in range(number))
         self._results: deque[object] = deque(maxlen=number)
 
     def __call__(self) -> None:
-        args, kwargs = self._arguments[0]
-        self._arguments.rotate(-1)
-        self._results.append(self._call.run(args, kwargs))
+        action = self._actions[0]
+        self._actions.rotate(-1)
+        self._results.append(action())
 
 
 def measure_memory(device: torch.device) -> list[Point]:
