@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshtrain import cli
-from meshtrain.planning.calibration.attention import attention_on_gpu, is_for_cpu
 from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
+from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu, is_for_cpu
 from meshtrain.planning.calibration.operators import measure_operators
 from tests.planning.cases import PLANS, make_run
 from tests.ranks import run_on_ranks
@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 def calls_that_ran(model_type: str) -> list[tuple[Call, float]]:
     calls = record_calls([make_run(model_type, PLANS["one process"], microbatches=1)])
-    points = measure_operators(calls, CPU)
+    points, others = measure_operators(calls, CPU)
+    assert not others
     return [(call, dict(points[call.key])[float(call.size)]) for call in calls]
 
 
@@ -45,16 +46,25 @@ def test_gpus_run_the_attention_that_a_simulation_runs(key_heads: int) -> None:
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in heads]
     name = "_scaled_dot_product_flash_attention_for_cpu"
     forward, backward = (getattr(torch.ops.aten, name + ending).default for ending in ("", "_backward"))
-    output, sums = forward(*inputs, 0.0, True, scale=0.3)
+    output, sums = forward(*inputs, dropout_p=0.0, is_causal=True, scale=0.3)
     found = attention_on_gpu(f"aten.{name}.default", [*inputs, 0.0, True], {"scale": 0.3})()
     torch.testing.assert_close(found, output)
     arguments = [torch.ones_like(output), *inputs, output, sums, 0.0, True]
     run = attention_on_gpu(f"aten.{name}_backward.default", arguments, {"scale": 0.3})
     for _ in range(2):
-        for gradient, wanted in zip(run(), backward(*arguments, scale=0.3), strict=True):
-            torch.testing.assert_close(gradient, wanted)
+        torch.testing.assert_close(run(), backward(*arguments, scale=0.3))
     assert is_for_cpu(f"aten.{name}_backward.default")
     assert not is_for_cpu("aten._scaled_dot_product_efficient_attention.default")
+
+
+def test_gpus_keep_statistics_of_layers_in_float32() -> None:
+    x = torch.randn(2, 8).bfloat16()
+    _, mean, deviation = torch.ops.aten.native_layer_norm(x, [8], None, None, 1e-5)
+    assert mean.dtype == torch.bfloat16, "as a simulation calls it"
+    run = call_on_gpu(
+        "aten.native_layer_norm_backward.default", [x, x, [8], mean, deviation, None, None, [True, False, False]], {}
+    )
+    assert run.args[3].dtype == run.args[4].dtype == torch.float32  # type: ignore[attr-defined]
 
 
 def test_arguments_get_memory_of_the_same_shape() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.compat.fake import full_name_of, operator_of
-from meshtrain.planning.calibration.attention import attention_on_gpu, is_for_cpu
+from meshtrain.planning.calibration.gpu_calls import call_on_gpu
 from meshtrain.planning.simulation.rank import record_rank
 from meshtrain.planning.simulation.recorder import Recorder, Work
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -53,8 +53,8 @@ class Call:
     def on(self, device: torch.device) -> Callable[[], object]:
         """Return a function that makes this call on a device, with arguments of its own."""
         args, kwargs = with_values(list(self.args), device), with_values(self.kwargs, device)
-        if device.type != "cpu" and is_for_cpu(self.operator):
-            return attention_on_gpu(self.operator, args, kwargs)
+        if device.type != "cpu":
+            return call_on_gpu(self.operator, args, kwargs)
         return partial(operator_of(self.operator), *args, **kwargs)
 
 

@@ -142,7 +142,9 @@ def _simulated(
 
 def _measure(workload: Workload, device: torch.device) -> MachineConfig:
     """Return the description of this machine. Collective."""
-    operators = measure_operators(workload.calls, device)
+    operators, others = measure_operators(workload.calls, device)
+    for key, reason in others.items():
+        console.line(f"Not measured, so its bytes will tell its time: {key} ({reason})")
     products = {dtype: measure_products(dtype, device, _WIDTHS[device.type]) for dtype in _DTYPES[device.type]}
     best = "float32" if device.type == "cpu" else "bfloat16"
     attention = measure_attention(getattr(torch, best), device, _LENGTHS[device.type])

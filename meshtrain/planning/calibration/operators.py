@@ -44,12 +44,27 @@ def _synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def measure_operators(calls: Sequence[Call], device: torch.device) -> dict[str, list[Point]]:
-    """Return operator -> points [operations or bytes, seconds], ascending."""
+def measure_operators(calls: Sequence[Call], device: torch.device) -> tuple[dict[str, list[Point]], dict[str, str]]:
+    """Measure calls of operators.
+
+    Returns:
+        Operator -> points [operations or bytes, seconds], ascending. And operator -> why this
+        device does not run it as it was called in the simulation, which runs as on a CPU.
+    """
     found: dict[str, list[Point]] = {}
+    others: dict[str, str] = {}
     for call in calls:
-        found.setdefault(call.key, []).append((float(call.size), seconds_of(_Rotation(call, device), device)))
-    return found
+        try:
+            seconds = seconds_of(_Rotation(call, device), device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if device.type == "cpu":
+                raise
+            others[call.key] = str(error).splitlines()[0]
+        else:
+            found.setdefault(call.key, []).append((float(call.size), seconds))
+    return found, others
 
 
 class _Rotation:

@@ -1,17 +1,35 @@
-"""Attention of a simulation as a GPU runs it.
+"""Calls of a simulation as a GPU makes them.
 
-Simulations run on fake tensors of the CPU, so their calls name operators that a GPU does not have.
+Simulations run on fake tensors of the CPU, so some of their calls name operators that a GPU does
+not have, or have arguments in other number formats.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshtrain.compat.fake import ATTENTION
+from meshtrain.compat.fake import ATTENTION, operator_of
 
 _FOR_CPU = "_for_cpu"
+
+
+def call_on_gpu(operator: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[[], object]:
+    """Return a function that makes a call on a GPU.
+
+    Args:
+        operator: its full name.
+        args: with tensors on the GPU, in the number formats of the CPU.
+        kwargs: likewise.
+    """
+    if is_for_cpu(operator):
+        return attention_on_gpu(operator, args, kwargs)
+    if operator == "aten.native_layer_norm_backward.default":
+        # A CPU keeps the statistics in the format of the input.
+        args = [*args[:3], *(tensor.float() for tensor in args[3:5]), *args[5:]]
+    return partial(operator_of(operator), *args, **kwargs)
 
 
 def is_for_cpu(operator: str) -> bool:
