@@ -302,9 +302,10 @@ class LossPlan(Settings):
     chunk_tokens: Literal["auto"] | NotNegative = "auto"
     """Compute head and loss in chunks of this many tokens, so that all logits of a microbatch never
     exist at once. 0 computes all logits. `auto` is 0 unless these take more than 512 MiB on a
-    process in the number format of the loss; then the logits of a chunk take about 256 MiB, or it
-    has 512 tokens or more. It is also 0 for a class whose head cannot run in chunks. In a program
-    without a pipeline `auto` is 0; with another number `model(labels=...)` returns no logits."""
+    process in the number format of the loss. Then the logits of a chunk take about 256 MiB, but it
+    has 512 tokens or more, and there are 8 chunks at most. It is also 0 for a class whose head
+    cannot run in chunks. In a program without a pipeline `auto` is 0; with another number
+    `model(labels=...)` returns no logits."""
 
     @property
     def size(self) -> int:

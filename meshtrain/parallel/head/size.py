@@ -8,9 +8,12 @@ from meshtrain.config.plan import ParallelPlan
 MOST_BYTES = 2**29
 """Bytes of all logits of a microbatch up to which they are computed at once."""
 CHUNK_BYTES = 2**28
-"""Bytes of the logits of a chunk, unless these are few tokens."""
+"""Bytes of the logits of a chunk, unless these are few tokens, or many chunks."""
 FEWEST_TOKENS = 512
 """Smallest chunk: each chunk also adds to the gradient of the full head, which costs time."""
+MOST_CHUNKS = 8
+"""Chunks of a microbatch. A GPU waits for the host at the begin of each."""
+_MULTIPLE = 128
 
 
 def loss_dtype(plan: ParallelPlan) -> torch.dtype:
@@ -31,5 +34,6 @@ def auto_chunk_tokens(plan: ParallelPlan, model: PreTrainedModel, tokens: int) -
     token_bytes = width * loss_dtype(plan).itemsize
     if tokens * token_bytes <= MOST_BYTES:
         return 0
-    chunk: int = 2 ** ((CHUNK_BYTES // token_bytes).bit_length() - 1)
-    return max(FEWEST_TOKENS, chunk)
+    by_bytes: int = 2 ** ((CHUNK_BYTES // token_bytes).bit_length() - 1)
+    by_number = -(-tokens // (MOST_CHUNKS * _MULTIPLE)) * _MULTIPLE
+    return max(FEWEST_TOKENS, by_bytes, by_number)
