@@ -25,12 +25,18 @@ class LoraConfig(Settings):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast. Without
     `alpha` the factor is then sqrt(rank)."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that train in full beside the adapters: the ends of their names, such as
+    ["lm_head", "embed_tokens", "norm"]. Embedding and head of a model that ties them train
+    together. Left out: none."""
 
     @model_validator(mode="after")
     def _needs_rank(self) -> Self:
         # A resolved run file has every key, with its default.
         fields = type(self).model_fields.items()
-        changed = [f"`{name}`" for name, field in fields if getattr(self, name) != field.default]
+        changed = [
+            f"`{name}`" for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
         if self.rank is None and changed:
             raise ConfigError(
                 f"`lora` sets {', '.join(changed)}, but without `lora.rank` there are no adapters",
@@ -40,10 +46,10 @@ class LoraConfig(Settings):
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:
-        if isinstance(self.target_modules, list):
-            twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
-            if twice:
-                raise ConfigError(f"`target_modules` names {twice[0]!r} twice", "leave one out")
+        for key in ("target_modules", "modules_to_save"):
+            names = getattr(self, key)
+            if isinstance(names, list) and (twice := sorted({name for name in names if names.count(name) > 1})):
+                raise ConfigError(f"`{key}` names {twice[0]!r} twice", "leave one out")
         return self
 
 

@@ -107,6 +107,7 @@ def pipeline_from(
     device: torch.device,
     *,
     with_base: bool = True,
+    computes: bool = True,
 ) -> Pipeline:
     """Lay a model out on the processes. Collective.
 
@@ -119,6 +120,8 @@ def pipeline_from(
         device: of this process.
         with_base: of a checkpoint that holds adapters alone: whether the model beside them gets
             values.
+        computes: whether the model will compute, so that its modules need one number format.
+            Otherwise those that trained keep theirs.
 
     Raises:
         PlanError: if the plan does not fit the model or the number of processes.
@@ -137,7 +140,7 @@ def pipeline_from(
     length = 2 * plan.mesh.cp * plan.mesh.tp
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, length), world_size)
     base = None if source.manifest is None else source.manifest.base
-    adapters = {} if base is None else make_adapters(model, base.lora)
+    adapters = {} if base is None else make_adapters(model, base.lora, saved_dtype=model.dtype if computes else None)
     check_adapters_of(model, adapters, plan)
     mesh = init_mesh(plan.mesh, device.type)
     pipeline = build_pipeline(

@@ -138,8 +138,8 @@ def build_pipeline(
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
-    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
-    parameter_names |= adapter_parameters(adapters).keys()
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | adapter_parameters(adapters)
+    trains = {name: parameter.requires_grad for name, parameter in parameters.items() if name not in tied}
     formulas = None if stock_loss else find_formulas(model, router)
     rules = _tensor_rules(model, mesh, plan, adapters)
     # The counts cut the graphs of compiled layers. A program has no metrics.
@@ -178,7 +178,8 @@ def build_pipeline(
         mesh=mesh,
         plan=plan,
         micro_batch_size=micro_batch_size,
-        parameter_names=frozenset(parameter_names),
+        parameter_names=frozenset(trains),
+        trained_names=frozenset(name for name, is_trained in trains.items() if is_trained),
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,

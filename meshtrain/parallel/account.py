@@ -199,9 +199,10 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
         for name, parameter in parameters.items()
     }
-    # Adapters have a number format of their own.
     width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
-    widths = {name: held.of_adapters[name].itemsize if name in held.of_adapters else width for name in parameters}
+    # Adapters, and what trains in full beside them, have a number format of their own.
+    beside = {name for name, parameter in parameters.items() if held.of_adapters and parameter.requires_grad}
+    widths = {name: parameters[name].itemsize if name in beside else width for name in parameters}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(

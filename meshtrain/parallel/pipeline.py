@@ -57,6 +57,7 @@ class Pipeline:
         micro_batch_size: in sequences.
         parameter_names: FQNs of the full model. A tied weight appears once, and a fused one as its
             parts.
+        trained_names: those of `parameter_names` that are not frozen.
         fused: the stock parameters that are kept in parts.
         summed_over_tp: names of the parameters whose gradients are partial over tp.
         logits_are_sharded: whether the last stage returns to each process of a tp group only its
@@ -83,6 +84,7 @@ class Pipeline:
     plan: ParallelPlan
     micro_batch_size: int
     parameter_names: frozenset[str]
+    trained_names: frozenset[str]
     fused: tuple[FusedParameter, ...]
     summed_over_tp: frozenset[str]
     logits_are_sharded: bool

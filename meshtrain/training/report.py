@@ -100,10 +100,14 @@ def plan_table(resolved: ResolvedRun) -> Table:
 
 def _adapters(resolved: ResolvedRun) -> str:
     """Return what trains beside a frozen model."""
-    lora, number = resolved.config.lora, sum(it.numel() for it in adapter_parameters(resolved.adapters).values())
-    share = number / (number + resolved.model.num_parameters())
+    lora, added = resolved.config.lora, sum(it.numel() for it in adapter_parameters(resolved.adapters).values())
+    number = added + resolved.model.num_parameters(only_trainable=True)
+    share = number / (added + resolved.model.num_parameters())
     modules = name_some(sorted({name.rpartition(".")[2] for name in resolved.adapters}), limit=8)
-    return f"LoRA of rank {lora.rank} on {modules}: {number:,} parameters train ({share:.2%}), the model is frozen"
+    whole = f", {name_some(lora.modules_to_save)} in full" if lora.modules_to_save else ""
+    return (
+        f"LoRA of rank {lora.rank} on {modules}{whole}: {number:,} parameters train ({share:.2%}), the rest is frozen"
+    )
 
 
 def _frozen(model: PreTrainedModel) -> str:

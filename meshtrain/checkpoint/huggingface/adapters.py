@@ -1,7 +1,7 @@
 """LoRA adapters, gathered from a mesh: written as peft writes them, or merged into the weights."""
 
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank
 from meshtrain.runtime.mesh import axis_rank
+
+PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it adapts."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,16 @@ def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> l
 
 
 def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return all adapters of the model on the first rank. Collective.
+    """Return all adapters, and what trains beside them, on the first rank. Collective.
 
-    All adapters are gathered at once, because they are small.
+    All are gathered at once, because they are small.
 
     Returns:
         FQN -> full tensor on the CPU, in the shape of peft. Empty on all other ranks.
     """
     owned = pipeline.owned_parameters()
-    full = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
+    mine = {name: it for name, it in owned.items() if is_adapter_parameter(name) or it.requires_grad}
+    full = {name: full_tensor(parameter.detach()).cpu() for name, parameter in mine.items()}
     full = join_parts(full, pipeline.fused)
     holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in STAGE_AXES)
     answers: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
@@ -147,12 +151,15 @@ def save_adapters(
             "the adapters were put on the model by its own add_adapter, which cannot save them from several ranks",
             "use peft.get_peft_model(model, config), or meshtrain.save_pretrained(model, folder, merge_adapters=True)",
         )
-    _check_nothing_else_trains(pipeline)
+    wrapped = _wrapped_parameters(adapted)
+    _check_nothing_else_trains(pipeline, {*wrapped.values()})
     tensors = gather_adapters(pipeline)
     with failing_together(CheckpointError):
         if not is_first_rank():
             return
-        state = {f"base_model.model.{name}": value for name, value in tensors.items()}
+        state = {f"{PREFIX}{name}": value for name, value in tensors.items() if is_adapter_parameter(name)}
+        # Both ends of a tie have a tensor of their own in the file.
+        state |= {key: tensors[name].clone() for key, name in wrapped.items()}
         try:
             with locked_folder(Path(folder)), warnings.catch_warnings():
                 # peft warns that a local model has no files on the hub to compare with.
@@ -168,9 +175,25 @@ def save_adapters(
             ) from error
 
 
-def _check_nothing_else_trains(pipeline: Pipeline) -> None:
+def _wrapped_parameters(adapted: Any) -> dict[str, str]:
+    """Return peft's key of each parameter that trains in full -> its stock FQN."""
+    base = adapted.get_base_model()
+    ties = {stock_name(copy): stock_name(source) for copy, source in base.all_tied_weights_keys.items()}
+    found = {}
+    for name, module in base.named_modules():
+        if {"original_module", "modules_to_save"} == {kind for kind, _ in module.named_children()}:
+            for kind, _ in module.original_module.named_parameters():
+                stock = f"{name}.{kind}"
+                found[f"{PREFIX}{name}.modules_to_save.default.{kind}"] = ties.get(stock, stock)
+    return found
+
+
+def _check_nothing_else_trains(pipeline: Pipeline, saved: Collection[str]) -> None:
     # peft would leave out other trained parameters without a warning.
-    mine = [name for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
+    joined = {part: entry.name for entry in pipeline.fused for part in entry.parts}
+    canonical = pipeline.canonical_names()
+    names = [canonical[name] for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
+    mine = [name for name in names if joined.get(name, name) not in saved]
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(
             f"{name_some(others)} would not be saved: these parameters are trained, but are not adapters",
