@@ -18,10 +18,10 @@ class LoraConfig(Settings):
     alpha: Positive | None = None
     """The product is multiplied by alpha / rank. Left out: the rank, so that this factor is 1."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Probability that an element of the input of an adapter is dropped."""
+    """Probability that an element of the input of a projection's adapter is dropped."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Projections that have an adapter: the ends of their names, such as ["q_proj", "v_proj"].
-    "all-linear": all of them but the head."""
+    """Projections and embeddings that have an adapter: the ends of their names, such as
+    ["q_proj", "v_proj"]. "all-linear": all projections but the head."""
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast. Without
     `alpha` the factor is then sqrt(rank)."""

@@ -32,8 +32,8 @@ def make_adapters(
         Adapters have the number format of the model, but at least float32.
 
     Raises:
-        ConfigError: if peft is not installed, a target is no projection of the model, or one of
-            `modules_to_save` cannot train as a whole.
+        ConfigError: if peft is not installed, a target is no projection or embedding of the model,
+            or one of `modules_to_save` cannot train as a whole.
         ModelError: for adapters that cannot be computed in parallel.
     """
     adapted_model(model, config)
@@ -95,17 +95,17 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     if config.target_modules == "all-linear":
         return
     modules = {name: module for name, module in model.named_modules() if name}
-    projections = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+    adaptable = [name for name, it in modules.items() if isinstance(it, nn.Linear | Conv1D | nn.Embedding)]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable))
     problems = []
     for target in config.target_modules:
         named = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not named:
             advice = nearest(target, known)
             problems.append(Problem(f"lora.target_modules: {target!r} is the end of no module's name{advice}"))
-        elif others := [name for name in named if name not in projections]:
+        elif others := [name for name in named if name not in adaptable]:
             kind = type(modules[others[0]]).__name__
-            advice = f"name projections: {name_some(known, 8)}"
+            advice = f"name projections or embeddings: {name_some(known, 8)}"
             problems.append(Problem(f"lora.target_modules: {target!r} names {others[0]}, which is a {kind}", advice))
     if problems:
         raise ConfigError(problems)

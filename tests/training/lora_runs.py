@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -17,6 +17,7 @@ from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import UserError
+from meshtrain.inference.lora import export
 from meshtrain.models.adapters import initialize_adapters, is_adapted
 from meshtrain.runtime.ranks import RankError
 from tests.ranks import run_on_ranks
@@ -29,7 +30,7 @@ MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2
 
 def write_base(directory: Path, *, seed: int = 0, **changes: Any) -> None:
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **QWEN3 | changes)).double()
+    model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3, "vocab_size": VOCABULARY, **changes})).double()
     model.save_pretrained(directory / "base")
 
 
@@ -86,3 +87,25 @@ def refusal(run: RunConfig) -> UserError:
         train(run)
     assert isinstance(caught.value.original, UserError)
     return caught.value.original
+
+
+def prove(directory: Path, lora: LoraConfig, **options: Any) -> None:
+    """Compare the losses of runs on every mesh with those of stock peft in one process."""
+    one = lora_run(directory, (1, 1, 1, 1), name="one", lora=lora, steps=3)
+    (wanted,) = run_on_ranks(1, stock_losses, one, options, joins=False)
+    for number, mesh in enumerate(MESHES):
+        found = train(lora_run(directory, mesh, name=f"run{number}", lora=lora, steps=3))
+        assert found == pytest.approx(wanted, rel=1e-12), mesh
+    frozen = train(lora_run(directory, (1, 1, 1, 1), name="frozen", lora=LoraConfig(rank=4, alpha=8), steps=3))
+    assert abs(frozen[2] - wanted[2]) > 1e-6
+
+
+def check_exports(directory: Path, base: Any) -> None:
+    """Compare the two exports of a run, both loaded by stock libraries."""
+    export(str(directory / "run"), directory / "adapters")
+    export(str(directory / "run"), directory / "merged", merge_adapters=True)
+    before = logits_of(base)
+    adapted = PeftModel.from_pretrained(base, str(directory / "adapters")).double().eval()
+    merged = AutoModelForCausalLM.from_pretrained(directory / "merged", dtype=torch.float64).eval()
+    torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
+    assert (before - logits_of(merged)).abs().max() > 0.01

@@ -2,11 +2,9 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -20,7 +18,7 @@ from meshtrain.parallel.account import account
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
-from tests.training.lora_runs import MESHES, logits_of, lora_run, stock_losses, train, write_base
+from tests.training.lora_runs import MESHES, check_exports, lora_run, prove, train, write_base
 from tests.training.runs import GPT2, VOCABULARY, read_checkpoint
 from tests.training.test_lora import held_bytes
 
@@ -28,17 +26,6 @@ RUN_BASE = "run", "base"
 UNTIED = {"tie_word_embeddings": False}
 HEAD = LoraConfig(rank=4, alpha=8, modules_to_save=["lm_head", "norm"])
 TIED = LoraConfig(rank=4, alpha=8, modules_to_save=["embed_tokens"])
-
-
-def prove(directory: Path, lora: LoraConfig, **options: Any) -> None:
-    """Compare the losses of runs on every mesh with those of stock peft in one process."""
-    one = lora_run(directory, (1, 1, 1, 1), name="one", lora=lora, steps=3)
-    (wanted,) = run_on_ranks(1, stock_losses, one, options, joins=False)
-    for number, mesh in enumerate(MESHES):
-        found = train(lora_run(directory, mesh, name=f"run{number}", lora=lora, steps=3))
-        assert found == pytest.approx(wanted, rel=1e-12), mesh
-    frozen = train(lora_run(directory, (1, 1, 1, 1), name="frozen", lora=LoraConfig(rank=4, alpha=8), steps=3))
-    assert abs(frozen[2] - wanted[2]) > 1e-6
 
 
 def test_head_and_norm_train_as_in_peft(tmp_path: Path) -> None:
@@ -59,17 +46,6 @@ def test_run_resumes_on_other_meshes_and_saves_what_trains(tmp_path: Path) -> No
     assert found == pytest.approx(wanted, rel=1e-12)
     saved = [name for name in read_checkpoint(tmp_path / "run") if name.startswith("model.") and "lora_" not in name]
     assert saved == ["model.model.embed_tokens.weight"]
-
-
-def check_exports(directory: Path, base: Any) -> None:
-    """Compare the two exports of a run, both loaded by stock libraries."""
-    export(str(directory / "run"), directory / "adapters")
-    export(str(directory / "run"), directory / "merged", merge_adapters=True)
-    before = logits_of(base)
-    adapted = PeftModel.from_pretrained(base, str(directory / "adapters")).double().eval()
-    merged = AutoModelForCausalLM.from_pretrained(directory / "merged", dtype=torch.float64).eval()
-    torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
-    assert (before - logits_of(merged)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("lora", [HEAD, TIED], ids=["head", "tied"])

@@ -16,7 +16,7 @@ from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor
 from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.errors import CheckpointError, ModelError, Problem, name_some, reason_of
-from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
+from meshtrain.models.adapters import adapters_of, embedding_adapters_of, is_adapted, is_adapter_parameter, stock_name
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank
@@ -35,7 +35,7 @@ class Adapter:
     Attributes:
         factors: FQNs of A (rank, in) and B (out, rank), or of the bias (out) of B.
         scaling: factor.
-        transposed: whether the weight is (in, out), as that of a Conv1D.
+        transposed: whether the weight is (in, out), as that of a Conv1D or an Embedding.
     """
 
     factors: tuple[str, ...]
@@ -95,6 +95,15 @@ def _additions(fqn: str, layer: Any) -> Iterator[tuple[str, Adapter]]:
             yield "weight", Adapter(tuple(f"{factor}.weight" for factor in factors), scaling, transposed)
             if layer.lora_bias[adapter]:
                 yield "bias", Adapter((f"{factors[1]}.bias",), scaling, transposed)
+    yield from (("weight", adapter) for adapter in _embedding_additions(fqn, layer))
+
+
+def _embedding_additions(fqn: str, layer: Any) -> Iterator[Adapter]:
+    for adapter, _, _ in embedding_adapters_of(layer):
+        if adapter in layer.active_adapters:
+            factors = tuple(f"{fqn}.{kind}.{adapter}" for kind in ("lora_embedding_A", "lora_embedding_B"))
+            # A table is (vocab, hidden), and the product is (hidden, vocab).
+            yield Adapter(factors, layer.scaling[adapter], transposed=True)
 
 
 def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> list[Problem]:

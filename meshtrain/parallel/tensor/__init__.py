@@ -1,6 +1,7 @@
 """Tensor parallelism: the rules of a plan, and what shards the modules of a stage by them.
 
 Modules:
+    adapter_dropout: dropout on the inputs of adapters.
     adapters: shards LoRA adapters in the same way as the projections that they belong to.
     behavior: finds out how a module with full parameters computes on a part of the heads.
     collectives: the collectives of tensor parallelism, with their gradients.
