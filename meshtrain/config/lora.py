@@ -25,6 +25,8 @@ class LoraConfig(Settings):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast. Without
     `alpha` the factor is then sqrt(rank)."""
+    dora: bool = False
+    """Also learn the length of each row of a projection's weight (DoRA)."""
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules that train in full beside the adapters: the ends of their names, such as
     ["lm_head", "embed_tokens", "norm"]. Embedding and head of a model that ties them train
@@ -41,6 +43,16 @@ class LoraConfig(Settings):
             raise ConfigError(
                 f"`lora` sets {', '.join(changed)}, but without `lora.rank` there are no adapters",
                 "set it, for example `rank` = 16",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dora_sees_all(self) -> Self:
+        if self.dora and self.dropout:
+            raise ConfigError(
+                f"`dora` = true rescales the output of a projection, and `dropout` = {self.dropout} would need a "
+                "second output",
+                "leave out one of them",
             )
         return self
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshtrain.compat.peft import replace_methods, set_unload
 from meshtrain.errors import ModelError, Problem, name_some
+from meshtrain.models import dora
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.tiles import fill_tiles
@@ -28,7 +29,7 @@ MODULES_ADVICE = (
     "both"
 )
 # What peft calls the parts of an adapter.
-KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", dora.KIND)
 CHANGES = ("merge", "update_layer", "delete_adapter")
 
 
@@ -149,7 +150,7 @@ def _ups(layer: nn.Module) -> nn.ModuleDict:
 def unfuse_adapters(
     layers: Mapping[str, nn.Module], model: nn.Module, fused: Iterable[FusedParameter]
 ) -> list[FusedParameter]:
-    """Split B of every adapter of a fused projection into the parts of the projection.
+    """Split B and magnitudes of a fused projection's adapters into the parts of the projection.
 
     All parts share A.
 
@@ -173,6 +174,7 @@ def unfuse_adapters(
                 assert isinstance(up, nn.Linear)
                 ups[adapter], split = split_projection(up, f"{name}.lora_B.{adapter}", widths)
                 entries += split
+            entries += dora.split_magnitudes(layer, name, widths)
     return entries
 
 
@@ -246,8 +248,9 @@ def _problem_of(name: str, layer: nn.Module, is_tied: bool) -> Problem | None:
     if is_adapted(base) or kind not in ("Linear", "Embedding"):
         found = f"{name} has peft's {kind} around a {type(base).__name__}, which cannot be made parallel"
         return Problem(found, ADVICE)
-    if variants := getattr(layer, "lora_variant", None):
-        names = name_some(sorted({type(variant).__name__ for variant in variants.values()}))
+    variants = [type(variant) for variant in getattr(layer, "lora_variant", {}).values()]
+    if foreign := {kind.__name__ for kind in variants if kind.__module__.startswith("peft.")}:
+        names = name_some(sorted(foreign))
         return Problem(f"{name} has a variant of LoRA ({names}), which cannot be made parallel", ADVICE)
     if getattr(layer, "merged_adapters", None):
         return Problem(f"{name} has an adapter that is merged into its weight", "call unmerge_adapter() first")

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.errors import ConfigError, Problem, name_some
-from meshtrain.models.adapters import adapter_parameters, take_off_adapters
+from meshtrain.models.adapters import adapter_parameters, is_adapted, take_off_adapters
 from meshtrain.models.patterns import nearest
 from meshtrain.models.saved_modules import let_train, saved_module_problems
 
@@ -37,6 +37,10 @@ def make_adapters(
         ModelError: for adapters that cannot be computed in parallel.
     """
     adapted_model(model, config)
+    for module in model.modules():
+        if is_adapted(module):
+            # The magnitudes stay, and `apply_dora` lets the layer compute with them.
+            module.lora_variant.clear()  # type: ignore[operator, union-attr]
     adapters = take_off_adapters(model)
     if problems := list(saved_module_problems(model, config.modules_to_save, adapters)):
         raise ConfigError(problems)
@@ -67,6 +71,7 @@ def adapted_model(model: PreTrainedModel, config: LoraConfig, modules_to_save: S
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
         use_rslora=config.rank_stabilized,
+        use_dora=config.dora,
         modules_to_save=list(modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
@@ -107,5 +112,8 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             kind = type(modules[others[0]]).__name__
             advice = f"name projections or embeddings: {name_some(known, 8)}"
             problems.append(Problem(f"lora.target_modules: {target!r} names {others[0]}, which is a {kind}", advice))
+        elif config.dora and any(isinstance(modules[name], nn.Embedding) for name in named):
+            found = f"lora.target_modules: {target!r} names the embedding {named[0]}, and lora.dora is for projections"
+            problems.append(Problem(found, "leave it out, or set dora = false"))
     if problems:
         raise ConfigError(problems)

@@ -79,6 +79,7 @@ from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
+from meshtrain.parallel.tensor.dora import apply_dora
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import Tie, TiedCopies
@@ -240,6 +241,7 @@ def _parallelize_stage(
     apply_float8(stage, in_float8, plan.precision.float8.recipe)
     if attention is not None:
         attention.watch(stage.model)
+    apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
     apply_recompute(stage, plan.recompute, tp_streams)

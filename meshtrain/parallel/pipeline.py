@@ -21,6 +21,7 @@ from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.adapters import initialize_adapters, without_adapters
+from meshtrain.models.dora import initialize_magnitudes
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.context.parts import ContextParallel
@@ -155,7 +156,9 @@ class Pipeline:
                 initialize_weights(stage.model, seed=seed, names=names)
 
     def initialize_adapters(self, seed: int) -> None:
-        """Fill the LoRA adapters alone with initial values, the same on every mesh.
+        """Fill the LoRA adapters alone with initial values, the same on every mesh. Collective.
+
+        The model has its values, because magnitudes (DoRA) are computed from them.
 
         Args:
             seed: of the run.
@@ -163,6 +166,7 @@ class Pipeline:
         for stage in self.stages:
             with without_adapters(stage.model) as layers:
                 initialize_adapters(stage.model, layers, seed=seed)
+                initialize_magnitudes(stage.model, layers)
 
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Set the defaults that `generate` uses."""

@@ -129,6 +129,12 @@ def test_modules_beside_adapters_need_what_real_ones_need(plan: str) -> None:
     assert abs(compare_run(replace(run, lora=lora))) <= NEAR
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_adapters_with_magnitudes_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, lora=LoraConfig(rank=8, dora=True)))) <= NEAR
+
+
 def test_adapters_of_single_layers_need_what_real_ones_need() -> None:
     run = make_run("llama", PLANS["fsdp"], microbatches=2, values={**SMALL, "num_hidden_layers": 8})
     lora = LoraConfig(rank=64, target_modules=["1.self_attn.q_proj", "layers.6.mlp.down_proj"])

@@ -17,6 +17,7 @@ from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.errors import CheckpointError, ModelError, Problem, name_some, reason_of
 from meshtrain.models.adapters import adapters_of, embedding_adapters_of, is_adapted, is_adapter_parameter, stock_name
+from meshtrain.models.dora import KIND, magnitudes_of
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank
@@ -30,10 +31,12 @@ PREFIX = "base_model.model."
 class Adapter:
     """What one adapter adds to a weight or a bias, scaled.
 
-    To a weight it adds the product B A. To a bias it adds the bias of B (`lora_bias`).
+    To a weight it adds the product B A; magnitudes then set the lengths of the rows. To a bias it
+    adds the bias of B (`lora_bias`).
 
     Attributes:
-        factors: FQNs of A (rank, in) and B (out, rank), or of the bias (out) of B.
+        factors: FQNs of A (rank, in) and B (out, rank), and of magnitudes (out) if there are any;
+            or of the bias (out) of B.
         scaling: factor.
         transposed: whether the weight is (in, out), as that of a Conv1D or an Embedding.
     """
@@ -46,17 +49,22 @@ class Adapter:
         """Return the weight or bias with the adapter added, computed as peft merges.
 
         Args:
-            stock: full tensor on the CPU, in the shape of the stock model. It is changed in place.
+            stock: full tensor on the CPU, in the shape of the stock model. It may be changed.
             factors: full tensors.
         """
         if len(factors) == 1:
             return stock.add_(factors[0] * self.scaling)
-        down, up = factors
+        down, up, *magnitudes = factors
         # peft also multiplies half precision on the CPU in float32.
         wide = torch.float32 if up.dtype in (torch.float16, torch.bfloat16) else up.dtype
         product = up.to(wide) @ down.to(wide)
         delta = (product.T if self.transposed else product) * self.scaling
-        return stock.add_(delta.to(up.dtype))
+        if not magnitudes:
+            return stock.add_(delta.to(up.dtype))
+        whole = stock.to(wide) + delta
+        dim = 0 if self.transposed else 1
+        lengths = torch.linalg.vector_norm(whole, dim=dim)
+        return whole * (magnitudes[0].to(wide) / lengths).unsqueeze(dim)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,8 @@ def _additions(fqn: str, layer: Any) -> Iterator[tuple[str, Adapter]]:
     for adapter, _, _ in adapters_of(layer):
         if adapter in layer.active_adapters:
             scaling, transposed = layer.scaling[adapter], layer.fan_in_fan_out
-            factors = [f"{fqn}.{kind}.{adapter}" for kind in ("lora_A", "lora_B")]
+            kinds = ("lora_A", "lora_B", *([KIND] if adapter in dict(magnitudes_of(layer)) else []))
+            factors = [f"{fqn}.{kind}.{adapter}" for kind in kinds]
             yield "weight", Adapter(tuple(f"{factor}.weight" for factor in factors), scaling, transposed)
             if layer.lora_bias[adapter]:
                 yield "bias", Adapter((f"{factors[1]}.bias",), scaling, transposed)

@@ -8,6 +8,7 @@ Modules:
     context: where a module lies in the model, and what the classes that apply a style share.
     dataflow: derives rules from what a tiny copy of a model computes.
     derive: chooses where the rules of a model come from, and completes them.
+    dora: computes and shards the magnitudes of adapters.
     draws: selects the random stream for each part of a decoder layer.
     experts: applies the styles of stacked experts.
     flow: follows the parts of the heads through one forward pass on the meta device.

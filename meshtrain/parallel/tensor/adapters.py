@@ -22,17 +22,21 @@ from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.adapters import adapters_of, embedding_adapters_of
 from meshtrain.models.copying import copy_module
+from meshtrain.models.dora import KIND, magnitudes_of
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.tensor.adapter_dropout import AdapterDropout
 from meshtrain.parallel.tensor.context import ModuleContext
+from meshtrain.parallel.tensor.dora import shard_magnitudes
 from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedEmbedding, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tensor.shared_keys import share_rotary_key
 from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
+
+Cut = Literal["columns", "rows", "vocabulary", "full"]
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, is_split: bool) -> None:
@@ -58,6 +62,9 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
             remedy = "use a tp that divides the attention heads" if uneven else "set tp = 1"
             advice = f"leave it out of target_modules, or {remedy}"
             problems[Problem(f"{what}, which no adapter can follow", advice)] = None
+        elif magnitudes_of(layer) and any(STYLES[style].adapter == "rotary key" for style in styles):
+            found = f"{what}, part of whose outputs is summed, which lora.dora cannot follow"
+            problems[Problem(found, "leave it out of target_modules, or set dora = false")] = None
         elif (
             is_split
             and adapters_of(layer)
@@ -101,6 +108,7 @@ def dims_of_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: T
         for adapter, _, _ in adapters_of(layer):
             if cut == "columns":
                 dims[f"{name}.lora_B.{adapter}.weight"] = 0
+                dims[f"{name}.{KIND}.{adapter}.weight"] = 0
             elif cut == "rows":
                 dims[f"{name}.lora_A.{adapter}.weight"] = 1
         if cut == "vocabulary":
@@ -161,10 +169,27 @@ def shard_adapters(
             else:
                 names = _beside_full(adapter, up, styles[0], context)
             partial_parameters |= {f"{name}.{kind}" for kind in names}
+        partial_parameters |= {f"{name}.{kind}" for kind in _shard_magnitudes(layer, cut, styles, context, mesh)}
     return partial_parameters
 
 
-def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "vocabulary", "full"] | None:
+def _shard_magnitudes(
+    layer: nn.Module, cut: Cut | None, styles: Sequence[Style], context: ModuleContext, mesh: DeviceMesh
+) -> list[str]:
+    is_split = context.region.sequence_parallel
+    if cut == "columns":
+        is_sharded = [STYLES[style].shards is not None for style in styles]
+        return shard_magnitudes(layer, is_sharded, mesh, is_partial=True)
+    is_partial = is_split if cut == "rows" else _is_partial(STYLES[styles[0]], is_split=is_split)
+    return shard_magnitudes(layer, [False] * len(styles), mesh, is_partial=is_partial)
+
+
+def _is_partial(row: StyleRow, *, is_split: bool) -> bool:
+    """Return whether the gradients of full parameters of an adapter are partial over tp."""
+    return row.gradients == "partial" or (row.gradients == "partial if split" and is_split)
+
+
+def _cut_of(styles: Sequence[Style]) -> Cut | None:
     """Return how an adapter of a projection is cut, from the styles of the projection's parts.
 
     Returns:
@@ -246,7 +271,7 @@ def _beside_full(adapter: str, up: nn.Module, style: Style, context: ModuleConte
     row = STYLES[style]
     if row.adapter == "rotary key":
         share_rotary_key(up, context)
-    if row.gradients == "partial" or (row.gradients == "partial if split" and context.region.sequence_parallel):
+    if _is_partial(row, is_split=context.region.sequence_parallel):
         return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
     return []
 

@@ -58,8 +58,8 @@ class OwnOutputs:
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in) to (batch, seq, outputs of its heads)."""
         bias = getattr(self, "bias", None)
-        rows = None if bias is None else _rows(bias, self.outputs)
-        return F.linear(self.enter(x), _rows(_matrix(self), self.outputs), rows)
+        rows = None if bias is None else rows_of(bias, self.outputs)
+        return F.linear(self.enter(x), rows_of(_matrix(self), self.outputs), rows)
 
 
 class OwnInputs:
@@ -101,7 +101,7 @@ def slices_of(heads: Sequence[int], width: int) -> list[slice]:
     return slices
 
 
-def _rows(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
+def rows_of(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
     return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
 
 
