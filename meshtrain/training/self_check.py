@@ -6,8 +6,9 @@ from what one process computes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -99,11 +100,11 @@ def check_parameters(pipeline: Pipeline) -> ParameterReport:
 
 
 def frozen_checksum(pipeline: Pipeline) -> str:
-    """Return the checksum of the frozen parameters, which does not depend on the mesh. Collective.
+    """Return the checksum of the frozen parameters, which does not depend on the plan. Collective.
 
-    It has 16 hexadecimal digits.
+    It has 16 hexadecimal digits. The parts of a fused parameter count as that parameter.
     """
-    checksums = _whole_checksums(pipeline).tolist()
+    checksums = _whole_checksums(pipeline, as_stock=True).tolist()
     frozen = {name for name, parameter in pipeline.named_parameters() if not parameter.requires_grad}
     names = [name for name, _ in pipeline.named_parameters()]
     held = _gather_stages(pipeline, dict(zip(names, checksums, strict=True)))
@@ -125,18 +126,26 @@ def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
     raise_together(_advised(problems), TrainingStopped)
 
 
-def checksum(tensor: Tensor, fqn: str) -> int:
+def checksum(
+    tensor: Tensor, fqn: str, shape: Sequence[int] | None = None, begin: Mapping[int, int] = MappingProxyType({})
+) -> int:
     """Return this process's part of a parameter's checksum, signed 64 bits.
 
     The checksum is a sum over all elements, modulo 2**64. Each term is the bits of an element times
     an odd number, a hash of its global position. So the parts add up to the same number however the
     parameter is sharded.
+
+    Args:
+        tensor: the parameter.
+        fqn: its name, or that of a larger one of which it is a part.
+        shape: of the larger one, as for `global_places`.
+        begin: where the part begins, as for `global_places`.
     """
     local = local_tensor(tensor.detach())
     if local.numel() == 0:
         return 0
     bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(local.shape[0] if local.dim() else 1, -1)
-    rows, row_places = global_places(tensor.detach())
+    rows, row_places = global_places(tensor.detach(), shape, begin)
     key, step = stream_key(fqn), max(1, CHUNK // bits.shape[1])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for start in range(0, bits.shape[0], step):
@@ -145,19 +154,36 @@ def checksum(tensor: Tensor, fqn: str) -> int:
     return int(total)
 
 
-def _whole_checksums(pipeline: Pipeline) -> Tensor:
+def _whole_checksums(pipeline: Pipeline, *, as_stock: bool = False) -> Tensor:
     """Return the checksum of every full parameter of this process, in the order of the parameters.
 
     It is the same on every process that holds the parameter.
+
+    Args:
+        as_stock: whether the checksum of a part counts in that of its stock parameter.
     """
     canonical = pipeline.canonical_names()
-    parts = [checksum(parameter, canonical[name]) for name, parameter in pipeline.named_parameters()]
+    stock = _stock_places(pipeline) if as_stock else {}
+    parts = [
+        checksum(parameter, *stock.get(name, (canonical[name],))) for name, parameter in pipeline.named_parameters()
+    ]
     sums = torch.tensor(parts, dtype=torch.int64)
     for axis in PARAMETER_AXES:
         sharded = torch.tensor([_is_sharded(parameter, axis) for _, parameter in pipeline.named_parameters()])
         total = all_reduce_over(torch.where(sharded, sums, 0), pipeline.mesh, [axis])
         sums = torch.where(sharded, total, sums)
     return sums
+
+
+def _stock_places(pipeline: Pipeline) -> dict[str, tuple[str, Sequence[int], Mapping[int, int]]]:
+    """Return name of a part -> FQN and shape of its stock parameter, and where it begins there."""
+    shapes = {name: parameter.shape for name, parameter in pipeline.named_parameters()}
+    return {
+        part: (entry.name, shape, {entry.dim: start})
+        for entry in pipeline.fused
+        if not entry.stacked and entry.parts[0] in shapes
+        for part, (shape, start) in entry.places([shapes[it] for it in entry.parts]).items()
+    }
 
 
 def _is_sharded(parameter: Tensor, axis: str) -> bool:

@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
@@ -114,6 +115,20 @@ def test_parts_of_a_fused_projection_are_exported_as_one(tmp_path: Path) -> None
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapters")).double().eval()
     merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
+
+
+def test_checksum_of_the_base_does_not_depend_on_the_parts_of_projections(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **GPT2)).double().save_pretrained(tmp_path / "base")
+    lora, checksums = LoraConfig(rank=4, target_modules=["c_fc"]), set()
+    for steps, parts, mesh in ((1, "qkv", (1, 1, 2, 1)), (2, ("query", "key", "value"), (1, 1, 1, 1))):
+        run = lora_run(tmp_path, mesh, lora=lora, steps=steps)
+        tensor = run.plan.tensor.model_copy(update={"fused": {"transformer.h.*.attn.c_attn": list(parts)}})
+        train(run.model_copy(update={"plan": run.plan.model_copy(update={"tensor": tensor})}))
+        base = read_manifest(tmp_path / f"run/checkpoints/step-{steps}").base
+        assert base is not None
+        checksums.add(base.checksum)
+    assert len(checksums) == 1
 
 
 def merge(run: Path, folder: Path) -> None:
