@@ -52,10 +52,13 @@ def make_adapters(
     return adapters
 
 
-def adapted_model(model: PreTrainedModel, config: LoraConfig, modules_to_save: Sequence[str] = ()) -> Any:
+def adapted_model(
+    model: PreTrainedModel, config: LoraConfig, modules_to_save: Sequence[str] = (), device: str = "meta"
+) -> Any:
     """Return peft's model around a stock one, which it changes. As for `make_adapters`.
 
     Args:
+        device: of the model.
         modules_to_save: for peft, which puts copies of these modules beside them.
     """
     check_installed()
@@ -75,7 +78,7 @@ def adapted_model(model: PreTrainedModel, config: LoraConfig, modules_to_save: S
         modules_to_save=list(modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings(), torch.device("meta"):
+    with warnings.catch_warnings(), torch.device(device):
         # peft still reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
         # It sets what a Conv1D needs, and says so.

@@ -142,7 +142,7 @@ class Pipeline:
                     yield f"{owner}.{name}" if owner else name, buffer
 
     def initialize(self, seed: int) -> None:
-        """Fill all parameters and buffers with initial values, the same on every mesh.
+        """Fill all parameters and buffers with initial values, the same on every mesh. Collective.
 
         Args:
             seed: of the run.
@@ -154,6 +154,8 @@ class Pipeline:
             with originals_in_place(stage.model, stage.copies_of_far_originals()):
                 names = {name: stage.tied.get(name, name) for name, _ in stage.named_parameters()}
                 initialize_weights(stage.model, seed=seed, names=names)
+            with without_adapters(stage.model) as layers:
+                initialize_magnitudes(stage.model, layers)
 
     def initialize_adapters(self, seed: int) -> None:
         """Fill the LoRA adapters alone with initial values, the same on every mesh. Collective.
