@@ -25,6 +25,9 @@ class LoraConfig(Settings):
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA), so that large ranks learn as fast. Without
     `alpha` the factor is then sqrt(rank)."""
+    base: Literal["parameters", "nf4"] = "parameters"
+    """Number format of the frozen model: that of `plan.precision.parameters`, or `nf4`, in which
+    the projections of the layers have four bits for each number (QLoRA)."""
     dora: bool = False
     """Also learn the length of each row of a projection's weight (DoRA)."""
     modules_to_save: list[str] = Field(default_factory=list)
@@ -52,6 +55,15 @@ class LoraConfig(Settings):
             raise ConfigError(
                 f"`dora` = true rescales the output of a projection, and `dropout` = {self.dropout} would need a "
                 "second output",
+                "leave out one of them",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dora_of_parameters(self) -> Self:
+        if self.dora and self.base == "nf4":
+            raise ConfigError(
+                "`dora` = true needs the lengths of full weights, and `base` = 'nf4' packs them",
                 "leave out one of them",
             )
         return self

@@ -11,6 +11,7 @@ execution: recomputation and compilation of the decoder layers.
 float8: matrix products of linear layers in float8.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 matrices: the matrices of the layers, for optimizers that update them as a whole.
+packing: a frozen model in four bits under a plan.
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
 randomness: random streams for dropout.
@@ -56,6 +57,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
+from meshtrain.models.packed import pack_projections
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.context.positions import skips_padding
@@ -100,6 +102,7 @@ def build_pipeline(
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
     base_is_elsewhere: bool = False,
+    packs_base: bool = False,
     allocation: AbstractContextManager[Any] = _REAL,
     structure: Structure | None = None,
 ) -> Pipeline:
@@ -119,6 +122,8 @@ def build_pipeline(
             the same layers are put back on it; with one, each stage gets copies.
         base_is_elsewhere: whether checkpoints hold only what trains, because the frozen parameters
             and the buffers are in the files that they came from.
+        packs_base: whether the frozen projections have four bits for each number (`lora.base`).
+            Without tensor parallelism.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
@@ -159,6 +164,8 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
+        if packs_base:
+            pack_projections(stage.model, compute)
         summed_over_tp |= _parallelize_stage(
             stage, mesh, plan, rules, adapters, router_loss, attention, in_float8, watches_routers=watches_routers
         )
@@ -195,6 +202,7 @@ def build_pipeline(
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
         head=head,
         base_is_elsewhere=base_is_elsewhere,
+        packs_base=packs_base,
     )
 
 

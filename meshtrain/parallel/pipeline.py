@@ -24,6 +24,7 @@ from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.dora import initialize_magnitudes
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
+from meshtrain.models.packed import clear_packed
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
@@ -77,6 +78,7 @@ class Pipeline:
         head: computes the loss of this process's microbatches in chunks; None if all logits are
             computed at once, and on processes without the last stage.
         base_is_elsewhere: whether checkpoints hold only what trains.
+        packs_base: whether frozen projections have packed weights.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 
@@ -100,6 +102,7 @@ class Pipeline:
     peers: dist.ProcessGroup | None
     head: ChunkedHead | None = None
     base_is_elsewhere: bool = False
+    packs_base: bool = False
     activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
@@ -154,6 +157,7 @@ class Pipeline:
             with originals_in_place(stage.model, stage.copies_of_far_originals()):
                 names = {name: stage.tied.get(name, name) for name, _ in stage.named_parameters()}
                 initialize_weights(stage.model, seed=seed, names=names)
+            clear_packed(stage.model)
             with without_adapters(stage.model) as layers:
                 initialize_magnitudes(stage.model, layers)
 

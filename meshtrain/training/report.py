@@ -13,7 +13,7 @@ from meshtrain.errors import name_some
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
-from meshtrain.parallel.account import StageShare, account, messages
+from meshtrain.parallel.account import StageShare, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.check.documents import why_mask
@@ -28,7 +28,7 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_half(resolved)
-    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters))
+    shares = shares_table(resolved.shares())
     for table in (plan_table(resolved), shares, *border_tables(resolved)):
         console.table(table.title, table.columns, table.rows)
     console.line(batch_equation(resolved))

@@ -28,7 +28,9 @@ from meshtrain.models.lora import make_adapters
 from meshtrain.models.rotary import constant_length
 from meshtrain.models.whole.folder import described_half, files_identity, is_local, whole_folder
 from meshtrain.models.whole.half import LanguageHalf
+from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -60,6 +62,11 @@ class ResolvedRun:
     batch: BatchShape
     half: LanguageHalf | None = None
     adapters: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def shares(self) -> list[StageShare]:
+        """Return the stages, layers, parameters and bytes of every process."""
+        packs = self.config.lora.base == "nf4"
+        return account(self.model, self.plan, self.config.kept_bytes, self.adapters, packs_base=packs)
 
     def exported_config(self, end_id: int) -> PretrainedConfig:
         """Return the Hugging Face configuration that an exported model has.
@@ -119,6 +126,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     check_adapters_of(model, adapters, plan)
+    check_packing(model, config.lora, plan)
     if config.lora.modules_to_save:
         _check_formats(plan)
     return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
