@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import CompilePlan, RecomputePlan
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import UserError
 from meshtrain.inference.lora import export
@@ -109,3 +110,12 @@ def check_exports(directory: Path, base: Any) -> None:
     merged = AutoModelForCausalLM.from_pretrained(directory / "merged", dtype=torch.float64).eval()
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
     assert (before - logits_of(merged)).abs().max() > 0.01
+
+
+def compiled_losses(directory: Path, lora: LoraConfig, mesh: Mesh, *, is_compiled: bool) -> list[float]:
+    """Return the losses of a run whose layers are compiled and recomputed, or neither."""
+    run = lora_run(directory, mesh, name=f"compiled-{is_compiled}", lora=lora, steps=2)
+    if not is_compiled:
+        return train(run)
+    changes = {"compile": CompilePlan(enabled=True, backend="aot_eager"), "recompute": RecomputePlan(mode="full")}
+    return train(run.model_copy(update={"plan": run.plan.model_copy(update=changes)}))

@@ -12,7 +12,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel.account import account
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
-from tests.training.lora_runs import MESHES, check_exports, lora_run, prove, train, write_base
+from tests.training.lora_runs import MESHES, check_exports, compiled_losses, lora_run, prove, train, write_base
 from tests.training.runs import DRY, GPT2, VOCABULARY, read_checkpoint
 from tests.training.test_lora import held_bytes
 
@@ -43,6 +43,12 @@ def test_magnitudes_of_parts_and_of_parts_of_the_sequence(tmp_path: Path) -> Non
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-11)
     check_exports(tmp_path, GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=torch.float64).eval())
+
+
+def test_compiled_and_recomputed_layers_compute_the_same(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    wanted, found = (compiled_losses(tmp_path, LORA, (1, 1, 1, 2), is_compiled=it) for it in (False, True))
+    assert found == pytest.approx(wanted, rel=1e-12)
 
 
 def test_run_resumes_on_other_meshes_and_is_exported(tmp_path: Path) -> None:

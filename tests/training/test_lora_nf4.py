@@ -19,7 +19,7 @@ from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models.packed import LEVELS, pack, row_bytes, unpack
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
-from tests.training.lora_runs import logits_of, lora_run, refusal, stock_losses, train, write_base
+from tests.training.lora_runs import compiled_losses, logits_of, lora_run, refusal, stock_losses, train, write_base
 from tests.training.runs import GPT2, VOCABULARY, Mesh, read_checkpoint
 
 LORA = LoraConfig(rank=4, alpha=8, base="nf4")
@@ -95,6 +95,12 @@ def test_run_resumes_and_is_exported(tmp_path: Path) -> None:
     changed = refusal(lora_run(tmp_path, (1, 1, 2, 1), lora=LORA, steps=5, optimizer=FAST))
     assert isinstance(changed, CheckpointError)
     assert "its adapters were trained on other weights" in str(changed)
+
+
+def test_compiled_and_recomputed_layers_compute_the_same(tmp_path: Path) -> None:
+    write_base(tmp_path, **WIDE)
+    wanted, found = (compiled_losses(tmp_path, LORA, (1, 1, 2, 1), is_compiled=it) for it in (False, True))
+    assert found == pytest.approx(wanted, rel=1e-12)
 
 
 def test_half_precision_trains_and_generates(tmp_path: Path) -> None:
