@@ -207,6 +207,10 @@ def test_contradictory_settings_are_refused(keys: list[str], message: str, tmp_p
         (["router.bias_update_rate=0.1"], "`router.bias_update_rate` changes the model, which `lora.rank` freezes"),
         (['lora.target_modules=["q_proj", "q_proj"]'], "`target_modules` names 'q_proj' twice; leave one out"),
         (['lora.modules_to_save=["norm", "norm"]'], "`modules_to_save` names 'norm' twice; leave one out"),
+        (
+            ["lora.dora=true", 'lora.base="nf4"'],
+            "`dora` = true needs the lengths of full weights, and `base` = 'nf4' packs",
+        ),
         (["lora.dora=true", "lora.dropout=0.1"], "`dropout` = 0.1 would need a second output; leave out one of them"),
     ],
 )

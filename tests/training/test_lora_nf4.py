@@ -17,6 +17,7 @@ from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models.packed import LEVELS, pack, row_bytes, unpack
+from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
 from tests.training.lora_runs import compiled_losses, logits_of, lora_run, refusal, stock_losses, train, write_base
@@ -116,7 +117,9 @@ def test_half_precision_trains_and_generates(tmp_path: Path) -> None:
 def test_four_bits_are_counted(tmp_path: Path) -> None:
     write_base(tmp_path, **WIDE)
     (full,) = resolve_run(lora_run(tmp_path, (1, 1, 1, 1))).shares()
-    (packed,) = resolve_run(lora_run(tmp_path, (1, 1, 1, 1), lora=LORA)).shares()
+    resolved = resolve_run(lora_run(tmp_path, (1, 1, 1, 1), lora=LORA))
+    assert dict(plan_table(resolved).rows)["adapters"].endswith("the rest is frozen, its projections in nf4")
+    (packed,) = resolved.shares()
     # Four layers, each with four projections of 64 x 64 and three of 64 x 192, of float64 before.
     numbers = 4 * (4 * 64 * 64 + 2 * 64 * 192)
     rows = 4 * (4 * 64 * row_bytes(64) + 2 * 192 * row_bytes(64) + 64 * row_bytes(192))
