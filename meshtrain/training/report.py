@@ -105,9 +105,10 @@ def _adapters(resolved: ResolvedRun) -> str:
     share = number / (added + resolved.model.num_parameters())
     modules = name_some(sorted({name.rpartition(".")[2] for name in resolved.adapters}), limit=8)
     whole = f", {name_some(lora.modules_to_save)} in full" if lora.modules_to_save else ""
-    return (
-        f"LoRA of rank {lora.rank} on {modules}{whole}: {number:,} parameters train ({share:.2%}), the rest is frozen"
-    )
+    kind = "DoRA" if lora.dora else "LoRA"
+    rest = "frozen" if lora.base == "parameters" else f"frozen, its projections in {lora.base}"
+    trains = f"{kind} of rank {lora.rank} on {modules}{whole}: {number:,} parameters train ({share:.2%})"
+    return f"{trains}, the rest is {rest}"
 
 
 def _frozen(model: PreTrainedModel) -> str:
