@@ -23,6 +23,7 @@ from meshtrain.models.lora import make_adapters
 from meshtrain.models.refusals import refusal_reason
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.parallel.tensor.adapters import check_adapters_of
@@ -107,6 +108,7 @@ def pipeline_from(
     device: torch.device,
     *,
     with_base: bool = True,
+    computes: bool = True,
 ) -> Pipeline:
     """Lay a model out on the processes. Collective.
 
@@ -119,6 +121,8 @@ def pipeline_from(
         device: of this process.
         with_base: of a checkpoint that holds adapters alone: whether the model beside them gets
             values.
+        computes: whether the model will compute, so that its modules need one number format.
+            Otherwise those that trained keep theirs.
 
     Raises:
         PlanError: if the plan does not fit the model or the number of processes.
@@ -137,8 +141,10 @@ def pipeline_from(
     length = 2 * plan.mesh.cp * plan.mesh.tp
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, length), world_size)
     base = None if source.manifest is None else source.manifest.base
-    adapters = {} if base is None else make_adapters(model, base.lora)
+    adapters = {} if base is None else make_adapters(model, base.lora, saved_dtype=model.dtype if computes else None)
     check_adapters_of(model, adapters, plan)
+    if base is not None:
+        check_packing(model, base.lora, plan)
     mesh = init_mesh(plan.mesh, device.type)
     pipeline = build_pipeline(
         model,
@@ -149,6 +155,7 @@ def pipeline_from(
         device=device,
         adapters=adapters,
         base_is_elsewhere=base is not None,
+        packs_base=base is not None and base.lora.base == "nf4",
     )
     if (generation := stored_generation_config(source.directory)) is not None:
         pipeline.set_generation_config(generation)

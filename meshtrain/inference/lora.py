@@ -18,6 +18,7 @@ from meshtrain.inference.loading import ModelSource, find_model_source, pipeline
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.lora import adapted_model
+from meshtrain.models.saved_modules import shortest_targets
 from meshtrain.runtime.process import check_devices, process_group
 
 
@@ -63,7 +64,7 @@ def _export_adapters(checkpoint: str, folder: Path, dtype: str, *, merges: bool)
         source = find_model_source(checkpoint, stack)
         assert source.manifest is not None
         device = stack.enter_context(process_group())
-        pipeline = pipeline_from(source, source.config(), ParallelPlan(), device, with_base=merges)
+        pipeline = pipeline_from(source, source.config(), ParallelPlan(), device, with_base=merges, computes=False)
         if merges:
             original = dtype_name(source.config().dtype or FLOATS[source.manifest.dtype])
             chosen = FLOATS[original if dtype == ORIGINAL else dtype]
@@ -78,6 +79,7 @@ def _peft_model(source: ModelSource) -> object:
     assert source.manifest is not None
     assert source.manifest.base is not None
     model = build_meta_model(source.config(), dtype=FLOATS[source.manifest.dtype], attention=None)
-    found = adapted_model(model, source.manifest.base.lora)
+    lora = source.manifest.base.lora
+    found = adapted_model(model, lora, shortest_targets(model, lora.modules_to_save))
     found.peft_config["default"].base_model_name_or_path = source.manifest.base.path
     return found

@@ -16,17 +16,20 @@ from torch import nn
 
 from meshtrain.compat.peft import replace_methods, set_unload
 from meshtrain.errors import ModelError, Problem, name_some
+from meshtrain.models import dora
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.tiles import fill_tiles
 
 BASE = "base_layer"
-ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
+ADVICE = "let target_modules of a LoraConfig name Linear, Conv1D and Embedding modules only, with no variant of LoRA"
 MODULES_ADVICE = (
     "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the "
     "module itself train by requires_grad_(True); meshtrain.save_pretrained(model, folder, merge_adapters=True) saves "
     "both"
 )
+# What peft calls the parts of an adapter.
+KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", dora.KIND)
 CHANGES = ("merge", "update_layer", "delete_adapter")
 
 
@@ -114,7 +117,7 @@ def stock_name(name: str) -> str:
 
 def is_adapter_parameter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, by its FQN."""
-    return ".lora_A." in name or ".lora_B." in name
+    return any(f".{kind}." in name for kind in KINDS)
 
 
 def adapter_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -125,9 +128,17 @@ def adapter_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Paramete
 
 
 def adapters_of(layer: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
-    """Return the name and the modules A and B of every adapter of a layer."""
+    """Return the name and the modules A and B of every adapter of a projection's layer."""
     downs, ups = layer.lora_A, _ups(layer)
     assert isinstance(downs, nn.ModuleDict)
+    return [(name, downs[name], ups[name]) for name in downs]
+
+
+def embedding_adapters_of(layer: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Return the name, A (rank, vocab) and B (hidden, rank) of an embedding's adapters."""
+    downs, ups = layer.lora_embedding_A, layer.lora_embedding_B
+    assert isinstance(downs, nn.ParameterDict)
+    assert isinstance(ups, nn.ParameterDict)
     return [(name, downs[name], ups[name]) for name in downs]
 
 
@@ -139,7 +150,7 @@ def _ups(layer: nn.Module) -> nn.ModuleDict:
 def unfuse_adapters(
     layers: Mapping[str, nn.Module], model: nn.Module, fused: Iterable[FusedParameter]
 ) -> list[FusedParameter]:
-    """Split B of every adapter of a fused projection into the parts of the projection.
+    """Split B and magnitudes of a fused projection's adapters into the parts of the projection.
 
     All parts share A.
 
@@ -163,6 +174,7 @@ def unfuse_adapters(
                 assert isinstance(up, nn.Linear)
                 ups[adapter], split = split_projection(up, f"{name}.lora_B.{adapter}", widths)
                 entries += split
+            entries += dora.split_magnitudes(layer, name, widths)
     return entries
 
 
@@ -170,7 +182,8 @@ def unfuse_adapters(
 def initialize_adapters(model: nn.Module, layers: Mapping[str, nn.Module], *, seed: int) -> None:
     """Fill adapters as peft does, with the same values on every mesh.
 
-    A is drawn from a uniform or a normal distribution, and B is zero.
+    Of projections, A is drawn from a uniform or a normal distribution, and B is zero. Of
+    embeddings, B is drawn from a normal distribution, and A is zero.
 
     Args:
         model: has the configuration of its adapters.
@@ -188,16 +201,25 @@ def initialize_adapters(model: nn.Module, layers: Mapping[str, nn.Module], *, se
             _fill_down(down.weight, kind, f"{seed}|{name}.lora_A.{adapter}.weight", name)  # type: ignore[arg-type]
             for parameter in up.parameters():
                 parameter.zero_()
+        for adapter, rows, columns in embedding_adapters_of(layer):
+            _check_kind(getattr(configs.get(adapter), "init_lora_weights", True), name)
+            key = f"{seed}|{name}.lora_embedding_B.{adapter}"
+            fill_tiles(columns, lambda tile, stream: tile.normal_(generator=stream), key=key)
+            rows.zero_()
 
 
 def _fill_down(weight: nn.Parameter, kind: Any, key: str, name: str) -> None:
+    _check_kind(kind, name)
     rank, width = weight.shape
     if kind is True:
         bound = width**-0.5
         fill_tiles(weight, lambda tile, stream: tile.uniform_(-bound, bound, generator=stream), key=key)
-    elif kind == "gaussian":
-        fill_tiles(weight, lambda tile, stream: tile.normal_(0.0, 1 / rank, generator=stream), key=key)
     else:
+        fill_tiles(weight, lambda tile, stream: tile.normal_(0.0, 1 / rank, generator=stream), key=key)
+
+
+def _check_kind(kind: Any, name: str) -> None:
+    if kind is not True and kind != "gaussian":
         raise ModelError(
             f"init_lora_weights = {kind!r} of the adapter of {name} is computed from the weights, and there are none "
             "yet",
@@ -223,11 +245,12 @@ def _check_supported(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None
 
 def _problem_of(name: str, layer: nn.Module, is_tied: bool) -> Problem | None:
     base, kind = getattr(layer, BASE), type(layer).__name__
-    if is_adapted(base) or kind != "Linear":
+    if is_adapted(base) or kind not in ("Linear", "Embedding"):
         found = f"{name} has peft's {kind} around a {type(base).__name__}, which cannot be made parallel"
         return Problem(found, ADVICE)
-    if variants := getattr(layer, "lora_variant", None):
-        names = name_some(sorted({type(variant).__name__ for variant in variants.values()}))
+    variants = [type(variant) for variant in getattr(layer, "lora_variant", {}).values()]
+    if foreign := {kind.__name__ for kind in variants if kind.__module__.startswith("peft.")}:
+        names = name_some(sorted(foreign))
         return Problem(f"{name} has a variant of LoRA ({names}), which cannot be made parallel", ADVICE)
     if getattr(layer, "merged_adapters", None):
         return Problem(f"{name} has an adapter that is merged into its weight", "call unmerge_adapter() first")

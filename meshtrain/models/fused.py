@@ -51,6 +51,16 @@ class FusedParameter:
         pieces = stock.split(list(self.sizes), self.dim) if self.sizes else stock.chunk(len(self.parts), self.dim)
         return dict(zip(self.parts, pieces, strict=True))
 
+    def places(self, shapes: Sequence[Sequence[int]]) -> dict[str, tuple[list[int], int]]:
+        """Return for each part by name the shape of the stock tensor, and where the part begins.
+
+        Args:
+            shapes: of all parts, in order.
+        """
+        widths = [shape[self.dim] for shape in shapes]
+        stock = [*shapes[0][: self.dim], sum(widths), *shapes[0][self.dim + 1 :]]
+        return {part: (stock, sum(widths[:index])) for index, part in enumerate(self.parts)}
+
     def join(self, ours: Sequence[Tensor]) -> Tensor:
         """Return the stock tensor, joined from the tensors of all parts in order."""
         return ours[0].flatten(self.dim, self.dim + 1) if self.stacked else torch.cat(list(ours), self.dim)

@@ -1,16 +1,23 @@
 """Positions of elements in global tensors, and numbers that depend on nothing else."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from meshtrain.models.layout import local_indices
 
 
-def global_places(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def global_places(
+    tensor: Tensor, shape: Sequence[int] | None = None, begin: Mapping[int, int] = MappingProxyType({})
+) -> tuple[Tensor, Tensor]:
     """Return where the elements that this process holds are in a global tensor.
 
     Args:
         tensor: plain or DTensor.
+        shape: of a larger tensor that it is a part of; None: it is no part.
+        begin: dimension -> index in the larger tensor at which the part begins.
 
     Returns:
         The flat index of the first element of each local row, (rows,) int64, and the offsets of the
@@ -18,11 +25,11 @@ def global_places(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = torch.zeros((), dtype=torch.int64)
     columns, rows = flat.view(1), flat.view(1)
-    stride = 1
-    indices = local_indices(tensor)
+    stride, sizes = 1, tensor.shape if shape is None else shape
+    indices = [own + begin.get(dim, 0) for dim, own in enumerate(local_indices(tensor))]
     for dim in reversed(range(1, tensor.dim())):
         columns = (indices[dim][:, None] * stride + columns).flatten()
-        stride *= tensor.shape[dim]
+        stride *= sizes[dim]
     if indices:
         rows = indices[0] * stride
     return rows.to(tensor.device), columns.to(tensor.device)

@@ -11,6 +11,7 @@ execution: recomputation and compilation of the decoder layers.
 float8: matrix products of linear layers in float8.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 matrices: the matrices of the layers, for optimizers that update them as a whole.
+packing: a frozen model in four bits under a plan.
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
 randomness: random streams for dropout.
@@ -56,6 +57,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import compute_at_once, unfuse
 from meshtrain.models.initialize import materialize
+from meshtrain.models.packed import pack_projections
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.context.positions import skips_padding
@@ -79,6 +81,7 @@ from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
+from meshtrain.parallel.tensor.dora import apply_dora
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import Tie, TiedCopies
@@ -99,6 +102,7 @@ def build_pipeline(
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
     base_is_elsewhere: bool = False,
+    packs_base: bool = False,
     allocation: AbstractContextManager[Any] = _REAL,
     structure: Structure | None = None,
 ) -> Pipeline:
@@ -118,6 +122,8 @@ def build_pipeline(
             the same layers are put back on it; with one, each stage gets copies.
         base_is_elsewhere: whether checkpoints hold only what trains, because the frozen parameters
             and the buffers are in the files that they came from.
+        packs_base: whether the frozen projections have four bits for each number (`lora.base`).
+            Without tensor parallelism.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
@@ -138,8 +144,8 @@ def build_pipeline(
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
-    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
-    parameter_names |= adapter_parameters(adapters).keys()
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | adapter_parameters(adapters)
+    trains = {name: parameter.requires_grad for name, parameter in parameters.items() if name not in tied}
     formulas = None if stock_loss else find_formulas(model, router)
     rules = _tensor_rules(model, mesh, plan, adapters)
     # The counts cut the graphs of compiled layers. A program has no metrics.
@@ -158,6 +164,8 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
+        if packs_base:
+            pack_projections(stage.model, compute)
         summed_over_tp |= _parallelize_stage(
             stage, mesh, plan, rules, adapters, router_loss, attention, in_float8, watches_routers=watches_routers
         )
@@ -178,7 +186,8 @@ def build_pipeline(
         mesh=mesh,
         plan=plan,
         micro_batch_size=micro_batch_size,
-        parameter_names=frozenset(parameter_names),
+        parameter_names=frozenset(trains),
+        trained_names=frozenset(name for name, is_trained in trains.items() if is_trained),
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,
@@ -193,6 +202,7 @@ def build_pipeline(
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
         head=head,
         base_is_elsewhere=base_is_elsewhere,
+        packs_base=packs_base,
     )
 
 
@@ -239,6 +249,7 @@ def _parallelize_stage(
     apply_float8(stage, in_float8, plan.precision.float8.recipe)
     if attention is not None:
         attention.watch(stage.model)
+    apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
     if tp == 1:

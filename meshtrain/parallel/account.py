@@ -21,6 +21,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters, adapters_held_by
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
+from meshtrain.models.packed import packable, row_bytes
 from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
@@ -89,6 +90,8 @@ def account(
     plan: ParallelPlan,
     kept: Callable[..., int] = STOCK_OPTIMIZER.state_bytes,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
+    *,
+    packs_base: bool = False,
 ) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
@@ -98,6 +101,7 @@ def account(
         kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
             bytes that are kept for it between steps, besides the number.
         adapters: LoRA layers that were taken off the model. They are not changed.
+        packs_base: whether frozen projections have four bits for each number.
     """
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
@@ -109,7 +113,9 @@ def account(
     shares = []
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))
-        held = _Held(dict(stage.model.named_parameters()), own, dims)
+        found = packable(stage.model) if packs_base else ()
+        packed = {f"{name}.weight": row_bytes(module.in_features) / module.in_features for name, module in found}
+        held = _Held(dict(stage.model.named_parameters()), own, dims, packed)
         shares.append(_share(stage, owner, plan, held, kept))
     return shares
 
@@ -185,11 +191,13 @@ class _Held(NamedTuple):
         own: FQN -> parameter of the model.
         of_adapters: FQN -> parameter of an adapter.
         dims: FQN -> the dimension that tensor parallelism divides.
+        packed: FQN -> bytes of a number of a packed weight.
     """
 
     own: Mapping[str, nn.Parameter]
     of_adapters: Mapping[str, nn.Parameter]
     dims: Mapping[str, int]
+    packed: Mapping[str, float]
 
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Callable[..., int]) -> StageShare:
@@ -199,9 +207,10 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
         for name, parameter in parameters.items()
     }
-    # Adapters have a number format of their own.
     width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
-    widths = {name: held.of_adapters[name].itemsize if name in held.of_adapters else width for name in parameters}
+    # Adapters, and what trains in full beside them, have a number format of their own.
+    beside = {name for name, parameter in parameters.items() if held.of_adapters and parameter.requires_grad}
+    widths = {name: parameters[name].itemsize if name in beside else width for name in parameters}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
@@ -213,7 +222,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         has_head=stage.is_last,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_local_parameters=sum(local.values()),
-        parameter_bytes=sum(local[name] * widths[name] for name in parameters),
+        parameter_bytes=round(sum(local[name] * held.packed.get(name, widths[name]) for name in parameters)),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
         optimizer_bytes=sum(local[name] * kept(widths[name], of_matrix=name in matrices) for name in trained),
     )

@@ -21,8 +21,10 @@ from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.adapters import initialize_adapters, without_adapters
+from meshtrain.models.dora import initialize_magnitudes
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
+from meshtrain.models.packed import clear_packed
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
@@ -57,6 +59,7 @@ class Pipeline:
         micro_batch_size: in sequences.
         parameter_names: FQNs of the full model. A tied weight appears once, and a fused one as its
             parts.
+        trained_names: those of `parameter_names` that are not frozen.
         fused: the stock parameters that are kept in parts.
         summed_over_tp: names of the parameters whose gradients are partial over tp.
         logits_are_sharded: whether the last stage returns to each process of a tp group only its
@@ -75,6 +78,7 @@ class Pipeline:
         head: computes the loss of this process's microbatches in chunks; None if all logits are
             computed at once, and on processes without the last stage.
         base_is_elsewhere: whether checkpoints hold only what trains.
+        packs_base: whether frozen projections have packed weights.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 
@@ -83,6 +87,7 @@ class Pipeline:
     plan: ParallelPlan
     micro_batch_size: int
     parameter_names: frozenset[str]
+    trained_names: frozenset[str]
     fused: tuple[FusedParameter, ...]
     summed_over_tp: frozenset[str]
     logits_are_sharded: bool
@@ -97,6 +102,7 @@ class Pipeline:
     peers: dist.ProcessGroup | None
     head: ChunkedHead | None = None
     base_is_elsewhere: bool = False
+    packs_base: bool = False
     activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
@@ -139,7 +145,7 @@ class Pipeline:
                     yield f"{owner}.{name}" if owner else name, buffer
 
     def initialize(self, seed: int) -> None:
-        """Fill all parameters and buffers with initial values, the same on every mesh.
+        """Fill all parameters and buffers with initial values, the same on every mesh. Collective.
 
         Args:
             seed: of the run.
@@ -151,9 +157,14 @@ class Pipeline:
             with originals_in_place(stage.model, stage.copies_of_far_originals()):
                 names = {name: stage.tied.get(name, name) for name, _ in stage.named_parameters()}
                 initialize_weights(stage.model, seed=seed, names=names)
+            clear_packed(stage.model)
+            with without_adapters(stage.model) as layers:
+                initialize_magnitudes(stage.model, layers)
 
     def initialize_adapters(self, seed: int) -> None:
-        """Fill the LoRA adapters alone with initial values, the same on every mesh.
+        """Fill the LoRA adapters alone with initial values, the same on every mesh. Collective.
+
+        The model has its values, because magnitudes (DoRA) are computed from them.
 
         Args:
             seed: of the run.
@@ -161,6 +172,7 @@ class Pipeline:
         for stage in self.stages:
             with without_adapters(stage.model) as layers:
                 initialize_adapters(stage.model, layers, seed=seed)
+                initialize_magnitudes(stage.model, layers)
 
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Set the defaults that `generate` uses."""

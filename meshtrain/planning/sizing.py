@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from meshtrain.parallel.account import StageShare, account
+from meshtrain.parallel.account import StageShare
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.names import gib, ranks_named, shown_seconds
 from meshtrain.planning.needs import Needs
@@ -41,7 +41,7 @@ class Sizing:
     def shares(self) -> list[StageShare]:
         """Return what each stage holds."""
         resolved = self.resolved
-        return account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
+        return resolved.shares()
 
     def key_figures(self) -> dict[str, str]:
         """Return the most important values by name."""

@@ -25,6 +25,7 @@ Train
     lion: the optimizer Lion.
     weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.
+    checksums: checksums of parameters.
     self_check: checks of parameters, inputs and gradients.
 
 Hooks

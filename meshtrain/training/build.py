@@ -161,6 +161,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         router=config.router,
         adapters=identity.resolved.adapters,
         base_is_elsewhere=bool(identity.resolved.adapters),
+        packs_base=config.lora.base == "nf4",
     )
     return StepContext(
         pipeline=pipeline,

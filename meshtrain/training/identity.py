@@ -129,8 +129,12 @@ class Identity:
     def _tensor_differences(self, checkpoint: Location, manifest: Manifest) -> list[str]:
         tensors = list_saved_tensors(checkpoint, read_metadata(checkpoint), manifest)
         there = {name: tensor.shape for name, tensor in tensors.items()}
-        adapters = adapter_parameters(self.resolved.adapters)
-        here = {name: tuple(it.shape) for name, it in (adapters or saved_tensors_of(self.resolved.model)).items()}
+        model, adapters = self.resolved.model, adapter_parameters(self.resolved.adapters)
+        saved = saved_tensors_of(model)
+        if adapters:
+            trained = {name for name, it in model.named_parameters(remove_duplicate=False) if it.requires_grad}
+            saved = adapters | {name: it for name, it in saved.items() if name in trained}
+        here = {name: tuple(it.shape) for name, it in saved.items()}
         different = differences(there, here, PLACES)
         return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
 

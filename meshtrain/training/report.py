@@ -13,7 +13,7 @@ from meshtrain.errors import name_some
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
-from meshtrain.parallel.account import StageShare, account, messages
+from meshtrain.parallel.account import StageShare, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.check.documents import why_mask
@@ -28,7 +28,7 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_half(resolved)
-    shares = shares_table(account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters))
+    shares = shares_table(resolved.shares())
     for table in (plan_table(resolved), shares, *border_tables(resolved)):
         console.table(table.title, table.columns, table.rows)
     console.line(batch_equation(resolved))
@@ -100,10 +100,15 @@ def plan_table(resolved: ResolvedRun) -> Table:
 
 def _adapters(resolved: ResolvedRun) -> str:
     """Return what trains beside a frozen model."""
-    lora, number = resolved.config.lora, sum(it.numel() for it in adapter_parameters(resolved.adapters).values())
-    share = number / (number + resolved.model.num_parameters())
+    lora, added = resolved.config.lora, sum(it.numel() for it in adapter_parameters(resolved.adapters).values())
+    number = added + resolved.model.num_parameters(only_trainable=True)
+    share = number / (added + resolved.model.num_parameters())
     modules = name_some(sorted({name.rpartition(".")[2] for name in resolved.adapters}), limit=8)
-    return f"LoRA of rank {lora.rank} on {modules}: {number:,} parameters train ({share:.2%}), the model is frozen"
+    whole = f", {name_some(lora.modules_to_save)} in full" if lora.modules_to_save else ""
+    kind = "DoRA" if lora.dora else "LoRA"
+    rest = "frozen" if lora.base == "parameters" else f"frozen, its projections in {lora.base}"
+    trains = f"{kind} of rank {lora.rank} on {modules}{whole}: {number:,} parameters train ({share:.2%})"
+    return f"{trains}, the rest is {rest}"
 
 
 def _frozen(model: PreTrainedModel) -> str:

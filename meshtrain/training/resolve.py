@@ -28,7 +28,10 @@ from meshtrain.models.lora import make_adapters
 from meshtrain.models.rotary import constant_length
 from meshtrain.models.whole.folder import described_half, files_identity, is_local, whole_folder
 from meshtrain.models.whole.half import LanguageHalf
+from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.packing import check_packing
+from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.optim import build_learning_rate
@@ -59,6 +62,11 @@ class ResolvedRun:
     batch: BatchShape
     half: LanguageHalf | None = None
     adapters: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def shares(self) -> list[StageShare]:
+        """Return the stages, layers, parameters and bytes of every process."""
+        packs = self.config.lora.base == "nf4"
+        return account(self.model, self.plan, self.config.kept_bytes, self.adapters, packs_base=packs)
 
     def exported_config(self, end_id: int) -> PretrainedConfig:
         """Return the Hugging Face configuration that an exported model has.
@@ -109,12 +117,18 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     adapters = _adapters(config, model, half)
     ties = model.all_tied_weights_keys
     stock = [ties.get(name, name) for name, _ in model.named_parameters()]
-    if problems := group_problems(config.optimizer, [*adapter_parameters(adapters)] if adapters else stock, ties):
+    if adapters:
+        trained = [ties.get(name, name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        stock = [*adapter_parameters(adapters), *trained]
+    if problems := group_problems(config.optimizer, stock, ties):
         raise ConfigError(problems)
     freeze(model, config.optimizer)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     check_adapters_of(model, adapters, plan)
+    check_packing(model, config.lora, plan)
+    if config.lora.modules_to_save:
+        _check_formats(plan)
     return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
 
 
@@ -143,6 +157,21 @@ def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | No
             "export it, and set model.path to the exported directory",
         )
     return make_adapters(model, config.lora)
+
+
+def _check_formats(plan: ParallelPlan) -> None:
+    """Check that modules in float32 can compute beside a frozen model: FSDP2 casts them.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    precision = plan.precision
+    if precision.parameters == "bfloat16" and not needs_fsdp(plan):
+        raise ConfigError(
+            "lora.modules_to_save trains in float32 beside a model in bfloat16, and plan.precision.reduce = "
+            f"{precision.reduce!r} without dp_shard leaves no step that casts",
+            "set plan.precision.reduce = 'float32'",
+        )
 
 
 def _checkpoint_of(config: RunConfig) -> Manifest | None:

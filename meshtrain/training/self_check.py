@@ -13,26 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshtrain.config.data import IGNORE_INDEX
-from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP, axes_named
+from meshtrain.config.mesh import AXES, MODEL_AXES, PP, STAGE_AXES, TP
 from meshtrain.errors import Problem, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
-from meshtrain.models.positions import global_places, mix
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.randomness import stream_key
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size
+from meshtrain.training.checksums import checksum, is_sharded, whole_checksums
 
 ADVICE = (
     "this is a fault of the plan or of meshtrain, not of the data: run `meshtrain check`, report it, or switch the "
     "checks off with self_checks = false"
 )
 TOKENS = ("input_ids", "labels")
-# Number of elements hashed at once. Each needs an index and a hash of 8 bytes in addition.
-CHUNK = 2**22
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def check_parameters(pipeline: Pipeline) -> ParameterReport:
         TrainingStopped: on all processes alike, with the names of parameters and ranks.
     """
     names = [name for name, _ in pipeline.named_parameters()]
-    checksums = _whole_checksums(pipeline)
+    checksums = whole_checksums(pipeline)
     problems = list(_unequal_replicas(pipeline.mesh, names, checksums))
     held = _gather_stages(pipeline, dict(zip(names, checksums.tolist(), strict=True)))
     problems += _misplaced(held, pipeline.parameter_names)
@@ -99,11 +94,11 @@ def check_parameters(pipeline: Pipeline) -> ParameterReport:
 
 
 def frozen_checksum(pipeline: Pipeline) -> str:
-    """Return the checksum of the frozen parameters, which does not depend on the mesh. Collective.
+    """Return the checksum of the frozen parameters, which does not depend on the plan. Collective.
 
-    It has 16 hexadecimal digits.
+    It has 16 hexadecimal digits. The parts of a fused parameter count as that parameter.
     """
-    checksums = _whole_checksums(pipeline).tolist()
+    checksums = whole_checksums(pipeline, as_stock=True).tolist()
     frozen = {name for name, parameter in pipeline.named_parameters() if not parameter.requires_grad}
     names = [name for name, _ in pipeline.named_parameters()]
     held = _gather_stages(pipeline, dict(zip(names, checksums, strict=True)))
@@ -123,50 +118,6 @@ def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
     """
     problems = [*_unequal_batches(pipeline, batch), *_unequal_gradients(pipeline)]
     raise_together(_advised(problems), TrainingStopped)
-
-
-def checksum(tensor: Tensor, fqn: str) -> int:
-    """Return this process's part of a parameter's checksum, signed 64 bits.
-
-    The checksum is a sum over all elements, modulo 2**64. Each term is the bits of an element times
-    an odd number, a hash of its global position. So the parts add up to the same number however the
-    parameter is sharded.
-    """
-    local = local_tensor(tensor.detach())
-    if local.numel() == 0:
-        return 0
-    bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(local.shape[0] if local.dim() else 1, -1)
-    rows, row_places = global_places(tensor.detach())
-    key, step = stream_key(fqn), max(1, CHUNK // bits.shape[1])
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for start in range(0, bits.shape[0], step):
-        places = rows[start : start + step, None] + row_places
-        total += (bits[start : start + step].long() * (mix(places, key) | 1)).sum()
-    return int(total)
-
-
-def _whole_checksums(pipeline: Pipeline) -> Tensor:
-    """Return the checksum of every full parameter of this process, in the order of the parameters.
-
-    It is the same on every process that holds the parameter.
-    """
-    canonical = pipeline.canonical_names()
-    parts = [checksum(parameter, canonical[name]) for name, parameter in pipeline.named_parameters()]
-    sums = torch.tensor(parts, dtype=torch.int64)
-    for axis in PARAMETER_AXES:
-        sharded = torch.tensor([_is_sharded(parameter, axis) for _, parameter in pipeline.named_parameters()])
-        total = all_reduce_over(torch.where(sharded, sums, 0), pipeline.mesh, [axis])
-        sums = torch.where(sharded, total, sums)
-    return sums
-
-
-def _is_sharded(parameter: Tensor, axis: str) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names
-    assert names is not None
-    placements = zip(names, parameter.placements, strict=True)
-    return any(axis in axes_named(name) and not placement.is_replicate() for name, placement in placements)
 
 
 def _unequal_replicas(mesh: DeviceMesh, names: list[str], checksums: Tensor) -> Iterable[str]:
@@ -273,7 +224,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
     tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.activations)).eps ** 0.5
     different = []
     for name, parameter in pipeline.trainable_parameters():
-        if axis_size(mesh, TP) > 1 and not _is_sharded(parameter, TP):
+        if axis_size(mesh, TP) > 1 and not is_sharded(parameter, TP):
             error = _spread(parameter, mesh)
             if not error <= tolerance:
                 different.append(f"{name} by {error:.0e}")

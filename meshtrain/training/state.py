@@ -19,7 +19,6 @@ from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.compat.operators import norms
 from meshtrain.errors import CheckpointError, Problem, TrainingStopped, name_some
-from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
@@ -83,7 +82,7 @@ def take_snapshot(pipeline: Pipeline, state: TrainState, average: WeightAverage 
     check_finite(step, tensors)
     own: dict[str, Any] = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
     if pipeline.base_is_elsewhere:
-        own["fused"] = tuple(entry for entry in pipeline.fused if is_adapter_parameter(entry.name))
+        own["fused"] = tuple(entry for entry in pipeline.fused if entry.parts[0] in pipeline.trained_names)
     return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
 
 

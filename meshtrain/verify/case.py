@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
@@ -40,6 +41,7 @@ class ProofCase:
             be repeatable.
         router: how routers are trained.
         objective: what training minimizes.
+        lora: the adapters that train beside the model, if it has a rank.
     """
 
     architecture: str
@@ -52,6 +54,7 @@ class ProofCase:
     pretrained: bool = False
     router: RouterConfig = STOCK_ROUTER
     objective: ObjectiveConfig = STOCK_OBJECTIVE
+    lora: LoraConfig = NO_LORA
 
     @property
     def vocabulary(self) -> int:
@@ -131,7 +134,10 @@ def make_batches(vocabulary: int, global_batch_size: int, kind: Rows) -> list[di
 
 
 def with_noise(initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters to train from: like a half-trained model, no bias is 0 and no norm is 1."""
+    """Return parameters to train from, as of a half-trained model.
+
+    No bias is 0, no norm is 1, and no product of an adapter is 0.
+    """
     noisy = {}
     for number, (name, value) in enumerate(sorted(initial.items())):
         stream = torch.Generator().manual_seed(number)

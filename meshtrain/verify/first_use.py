@@ -108,7 +108,8 @@ def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[Proof
 
 def _key(case: ProofCase, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    choices = (case.rows, case.attention, case.pretrained)
+    adapters = () if case.lora.rank is None else (case.lora.model_dump_json(),)
+    choices = (case.rows, case.attention, case.pretrained, *adapters)
     code = own_code(model_class)
     return compute_identity(versions, case.hf_config.to_json_string(), plan_hash(case.plan), choices, code)
 

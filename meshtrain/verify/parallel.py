@@ -20,6 +20,7 @@ from meshtrain.models.build import build_meta_model
 from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.models.lora import make_adapters
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.experts.stacks import selection_biases
@@ -194,14 +195,17 @@ def _build(case: ProofCase) -> PreTrainedModel:
 
 def build_on_ranks(case: ProofCase, plan: ParallelPlan) -> Pipeline:
     """Build the pipeline of a case under a plan, with memory for its parameters but no values."""
+    model = _build(case)
+    adapters = {} if case.lora.rank is None else make_adapters(model, case.lora)
     return build_pipeline(
-        _build(case),
+        model,
         init_mesh(plan.mesh, "cpu"),
         plan,
         micro_batch_size=MICRO_BATCH_SIZE,
         seed=SEED,
         device=torch.device("cpu"),
         router=case.router,
+        adapters=adapters,
     )
 
 

@@ -13,6 +13,9 @@ from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
+from meshtrain.models.adapters import stock_name
+from meshtrain.models.lora import adapted_model
+from meshtrain.models.saved_modules import let_train
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, neighbor_of, with_noise
@@ -154,15 +157,21 @@ def build_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def _build(case: ProofCase) -> PreTrainedModel:
-    return build_stock(case.hf_config, attention=case.attention, trust_remote_code=case.trust_remote_code)
+    model = build_stock(case.hf_config, attention=case.attention, trust_remote_code=case.trust_remote_code)
+    if case.lora.rank is not None:
+        adapted_model(model, case.lora, device="cpu")
+        let_train(model, case.lora.modules_to_save, torch.float64)
+        widen(model)
+    return model
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once.
+    """Yield every parameter once, with its name in the model without adapters.
 
     A tied one has the name of its original, also where the head is registered first.
     """
-    for name, parameter in model.named_parameters():
+    for adapted_name, parameter in model.named_parameters():
+        name = stock_name(adapted_name)
         yield model.all_tied_weights_keys.get(name, name), parameter
 
 

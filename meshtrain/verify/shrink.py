@@ -1,8 +1,10 @@
 """Small meshes and plans for a proof: few processes and layers, float64, every axis."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import AXES, CP, DP_SHARD, EP, FSDP_AXES, TP, MeshPlan
 from meshtrain.config.plan import CompilePlan, LossPlan, ParallelPlan, PipelinePlan, PrecisionPlan
 from meshtrain.models.tiny import EXPERTS, HEADS
@@ -14,6 +16,8 @@ MOST_WIDE_AXES = int(math.log2(MAX_RANKS))
 MAX_LAYERS = 16
 # Chunks end inside of the rows of a microbatch, and the last one is shorter.
 CHUNK_TOKENS = 5
+# Rows of A in an adapter: of a real rank, a tiny model would have more than features.
+MAX_RANK = 4
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
 
@@ -64,6 +68,30 @@ def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
             else plan.loss,
         }
     )
+
+
+def shrink_lora(lora: LoraConfig) -> LoraConfig:
+    """Return the adapters for a tiny model: few rows, on every layer, without dropout."""
+    if lora.rank is None:
+        return lora
+    rank = min(lora.rank, MAX_RANK)
+    targets = lora.target_modules
+    return lora.model_copy(
+        update={
+            "rank": rank,
+            "alpha": None if lora.alpha is None else lora.alpha * rank / lora.rank,
+            "dropout": 0.0,
+            # A tiny model has too few inputs for a block.
+            "base": "parameters",
+            "target_modules": targets if isinstance(targets, str) else _of_all_layers(targets),
+            "modules_to_save": _of_all_layers(lora.modules_to_save),
+        }
+    )
+
+
+def _of_all_layers(targets: Sequence[str]) -> list[str]:
+    """Return targets without the numbers of layers, which a tiny model may not have."""
+    return list(dict.fromkeys(re.sub(r"^(.*\.)?\d+\.", "", target) for target in targets))
 
 
 def num_layers(plan: ParallelPlan) -> int:

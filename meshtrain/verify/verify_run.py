@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from meshtrain.config.data import DataConfig
 from meshtrain.config.families import with_family
+from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.plan import ParallelPlan
@@ -15,15 +16,17 @@ from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
+from meshtrain.models.lora import make_adapters
 from meshtrain.models.tiny import HEADS, SHORT, key_value_heads
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.parallel.tiny_copy import copy_with_all_kinds, layer_kinds, tiny_config
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
 from meshtrain.verify.prove import prove, show_proof, write_json
-from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
+from meshtrain.verify.shrink import deepen, shrink_lora, shrink_mesh, shrink_plan
 
 FEWEST_MICROBATCHES = 4
 # Two processes share them unevenly, and need a part of a group of query heads.
@@ -70,6 +73,7 @@ def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
         pretrained=config.model.weights == "pretrained",
         router=config.router,
         objective=config.objective,
+        lora=config.lora,
     )
 
 
@@ -140,6 +144,7 @@ def make_case(
     pretrained: bool = False,
     router: RouterConfig = STOCK_ROUTER,
     objective: ObjectiveConfig = STOCK_OBJECTIVE,
+    lora: LoraConfig = NO_LORA,
 ) -> ProofCase:
     """Return a tiny model of the same class under the plan on a small mesh.
 
@@ -151,6 +156,7 @@ def make_case(
         pretrained: whether the run starts from given weights.
         router: how the run trains routers.
         objective: what the run minimizes.
+        lora: the adapters of the run, if it has any.
 
     Raises:
         UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the
@@ -171,6 +177,9 @@ def make_case(
     world_size = mesh.world_size
     batch = BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE, separates=rows == "separate")
     plan = resolve_plan(plan, model, batch, world_size, router=router)
+    lora = shrink_lora(lora)
+    if lora.rank is not None:
+        check_adapters_of(model, make_adapters(model, lora), plan)
     return ProofCase(
         architecture=type(model).__name__,
         hf_config=tiny,
@@ -182,4 +191,5 @@ def make_case(
         pretrained=pretrained,
         router=router,
         objective=objective,
+        lora=lora,
     )

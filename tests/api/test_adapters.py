@@ -341,7 +341,7 @@ MESSAGES = {
     "dora": "has a variant of LoRA (DoraLinearVariant), which cannot be made parallel; let target_modules",
     "ia3": "peft's IA3 cannot be made parallel; use LoraConfig",
     "prompt": "peft's PROMPT_TUNING cannot be made parallel; use LoraConfig",
-    "embedding": "transformer.wte has peft's Embedding around a Embedding, which cannot be made parallel",
+    "embedding": "transformer.wte has an adapter, but is tied to another module, which would not have one",
     "head": "lm_head has an adapter, but is tied to another module, which would not have one; leave it out",
     "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel; leave "
     "modules_to",

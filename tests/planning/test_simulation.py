@@ -121,6 +121,26 @@ def test_simulated_adapters_need_what_real_ones_need(plan: str) -> None:
     assert abs(compare_run(replace(run, lora=LoraConfig(rank=8)))) <= NEAR
 
 
+@pytest.mark.parametrize("plan", ["tp", "pp"])
+def test_modules_beside_adapters_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    targets = ["embed_tokens", "q_proj"]
+    lora = LoraConfig(rank=8, target_modules=targets, modules_to_save=["lm_head", "1.input_layernorm"])
+    assert abs(compare_run(replace(run, lora=lora))) <= NEAR
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_adapters_with_magnitudes_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, lora=LoraConfig(rank=8, dora=True)))) <= NEAR
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+def test_packed_base_needs_what_a_real_one_needs(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, lora=LoraConfig(rank=8, base="nf4")))) <= NEAR
+
+
 def test_adapters_of_single_layers_need_what_real_ones_need() -> None:
     run = make_run("llama", PLANS["fsdp"], microbatches=2, values={**SMALL, "num_hidden_layers": 8})
     lora = LoraConfig(rank=64, target_modules=["1.self_attn.q_proj", "layers.6.mlp.down_proj"])

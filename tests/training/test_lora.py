@@ -2,97 +2,50 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.config.lora import LoraConfig
-from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
-from meshtrain.errors import CheckpointError, ConfigError, ModelError, UserError
+from meshtrain.errors import CheckpointError, ConfigError, ModelError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models import lora
-from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import account
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.resolve import resolve_run
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
+from tests.training.lora_runs import (
+    CONTEXT,
+    MESHES,
+    logits_of,
+    lora_run,
+    refusal,
+    stock_losses,
+    train,
+    write_base,
+)
 from tests.training.runs import (
     GPT2,
     LLAMA_TEXT,
-    QWEN3,
     RUN_TEXT,
     VOCABULARY,
-    Mesh,
     build_plan,
     build_run,
     read_checkpoint,
-    steps_of,
-    train_here,
     write_text,
 )
 from tests.wholes import write_whole
-
-LORA = LoraConfig(rank=4, alpha=8)
-CONTEXT = MeshPlan(cp=2, dp_shard=1)
-MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 2)]
-
-
-def write_base(directory: Path, *, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **QWEN3)).double()
-    model.save_pretrained(directory / "base")
-
-
-def lora_run(directory: Path, mesh: Mesh, *, name: str = "run", lora: LoraConfig = LORA, **changes: Any) -> RunConfig:
-    run = build_run(directory / name, "qwen3", build_plan(mesh), **changes)
-    model = ModelConfig(path=str(directory / "base"), weights="pretrained")
-    return run.model_copy(update={"model": model, "lora": lora})
-
-
-def train(run: RunConfig) -> list[float]:
-    """Train on as many ranks as the plan needs, and return the losses."""
-    run_on_ranks(run.plan.mesh.world_size, train_here, run, joins=False)
-    return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
-
-
-def stock_losses(run: RunConfig) -> list[float]:
-    """Train peft's own model as the run does, on the tokens that the run sees, in one process."""
-    seen = train_here(run)
-    base = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float64)
-    asked = PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, asked).double()
-    with without_adapters(base) as layers:
-        initialize_adapters(base, layers, seed=run.seed)
-    config = run.optimizer
-    betas = config.beta1, config.beta2
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=config.learning_rate, betas=betas, eps=config.epsilon, weight_decay=config.weight_decay
-    )
-    found = []
-    for step in seen:
-        logits = model(input_ids=torch.tensor(step["tokens"])).logits
-        loss = cross_entropy(logits.flatten(0, 1), torch.tensor(step["labels"]).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.max_gradient_norm)
-        optimizer.step()
-        found.append(loss.item())
-    return found
 
 
 def test_every_mesh_trains_as_peft_does_in_one_process(tmp_path: Path) -> None:
@@ -138,11 +91,6 @@ def test_dropout_of_adapters_is_that_of_the_step(tmp_path: Path) -> None:
     assert found[1] != train(lora_run(tmp_path, (1, 1, 1, 2), name="dry", steps=2))[1]
 
 
-def logits_of(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(torch.arange(2, 34)[None]).logits
-
-
 def test_export_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
     write_base(tmp_path)
     train(lora_run(tmp_path, (1, 1, 1, 2), steps=3))
@@ -169,11 +117,18 @@ def test_parts_of_a_fused_projection_are_exported_as_one(tmp_path: Path) -> None
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=1e-12, atol=1e-12)
 
 
-def refusal(run: RunConfig) -> UserError:
-    with pytest.raises(RankError) as caught:
-        train(run)
-    assert isinstance(caught.value.original, UserError)
-    return caught.value.original
+def test_checksum_of_the_base_does_not_depend_on_the_parts_of_projections(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **GPT2)).double().save_pretrained(tmp_path / "base")
+    lora, checksums = LoraConfig(rank=4, target_modules=["c_fc"]), set()
+    for steps, parts, mesh in ((1, "qkv", (1, 1, 2, 1)), (2, ("query", "key", "value"), (1, 1, 1, 1))):
+        run = lora_run(tmp_path, mesh, lora=lora, steps=steps)
+        tensor = run.plan.tensor.model_copy(update={"fused": {"transformer.h.*.attn.c_attn": list(parts)}})
+        train(run.model_copy(update={"plan": run.plan.model_copy(update={"tensor": tensor})}))
+        base = read_manifest(tmp_path / f"run/checkpoints/step-{steps}").base
+        assert base is not None
+        checksums.add(base.checksum)
+    assert len(checksums) == 1
 
 
 def merge(run: Path, folder: Path) -> None:
@@ -251,6 +206,12 @@ def test_contradictory_settings_are_refused(keys: list[str], message: str, tmp_p
         (["ema.decay=0.9"], "`ema.decay` averages the weights, and `lora.rank` trains adapters, whose average"),
         (["router.bias_update_rate=0.1"], "`router.bias_update_rate` changes the model, which `lora.rank` freezes"),
         (['lora.target_modules=["q_proj", "q_proj"]'], "`target_modules` names 'q_proj' twice; leave one out"),
+        (['lora.modules_to_save=["norm", "norm"]'], "`modules_to_save` names 'norm' twice; leave one out"),
+        (
+            ["lora.dora=true", 'lora.base="nf4"'],
+            "`dora` = true needs the lengths of full weights, and `base` = 'nf4' packs",
+        ),
+        (["lora.dora=true", "lora.dropout=0.1"], "`dropout` = 0.1 would need a second output; leave out one of them"),
     ],
 )
 def test_what_adapters_exclude_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:

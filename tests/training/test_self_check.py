@@ -12,7 +12,8 @@ from meshtrain.errors import TrainingStopped
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_rank
-from meshtrain.training.self_check import FirstStepCheck, check_parameters, checksum
+from meshtrain.training.checksums import checksum
+from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import start, take_step
 from tests.parity import Case, batches

@@ -25,6 +25,7 @@ from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.dtypes import dtype_name
+from meshtrain.models.packed import packed_projections, unpacked
 from meshtrain.models.whole.folder import half_of
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
@@ -124,7 +125,9 @@ def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
 
 def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
     """Return our FQN -> parameter or persistent buffer. All processes together hold all weights."""
-    return {**pipeline.owned_parameters(), **dict(pipeline.saved_buffers())}
+    packed = [it for stage in pipeline.stages for it in packed_projections(stage.model)]
+    full = {name: unpacked(module) for name, module in packed}
+    return {**pipeline.owned_parameters(), **dict(pipeline.saved_buffers()), **full}
 
 
 def leader_of(pipeline: Pipeline) -> int:

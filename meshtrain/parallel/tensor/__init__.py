@@ -1,12 +1,14 @@
 """Tensor parallelism: the rules of a plan, and what shards the modules of a stage by them.
 
 Modules:
+    adapter_dropout: dropout on the inputs of adapters.
     adapters: shards LoRA adapters in the same way as the projections that they belong to.
     behavior: finds out how a module with full parameters computes on a part of the heads.
     collectives: the collectives of tensor parallelism, with their gradients.
     context: where a module lies in the model, and what the classes that apply a style share.
     dataflow: derives rules from what a tiny copy of a model computes.
     derive: chooses where the rules of a model come from, and completes them.
+    dora: computes and shards the magnitudes of adapters.
     draws: selects the random stream for each part of a decoder layer.
     experts: applies the styles of stacked experts.
     flow: follows the parts of the heads through one forward pass on the meta device.

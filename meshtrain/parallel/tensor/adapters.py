@@ -2,34 +2,41 @@
 
 A and B are cut to match the base. For a column-wise projection, A is full and B is cut by rows like
 the base. For a row-wise projection, A is cut by columns, its few outputs are summed over tp, and B
-is full. So an adapter costs at most one collective on a few numbers per token (its rank), and its
-output is distributed over tp like the output of the base.
+is full. For an embedding, A is cut by rows of the vocabulary. So an adapter costs at most one
+collective on a few numbers per token (its rank), and its output is distributed over tp like the
+output of the base.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import mix_in
+from meshtrain.compat.peft import replace_methods
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError, Problem
-from meshtrain.models.adapters import adapters_of
+from meshtrain.models.adapters import adapters_of, embedding_adapters_of
 from meshtrain.models.copying import copy_module
+from meshtrain.models.dora import KIND, magnitudes_of
 from meshtrain.models.fused import UnfusedProjection, unfuse
+from meshtrain.models.layout import local_tensor
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
+from meshtrain.parallel.tensor.adapter_dropout import AdapterDropout
 from meshtrain.parallel.tensor.context import ModuleContext
-from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedLinear, become_sharded
-from meshtrain.parallel.tensor.region import Edge, Region, identity
+from meshtrain.parallel.tensor.dora import shard_magnitudes
+from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedEmbedding, ShardedLinear, become_sharded
+from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tensor.shared_keys import share_rotary_key
 from meshtrain.parallel.tensor.style_row import StyleRow
 from meshtrain.parallel.tensor.styles import STYLES
+
+Cut = Literal["columns", "rows", "vocabulary", "full"]
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, is_split: bool) -> None:
@@ -55,7 +62,16 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
             remedy = "use a tp that divides the attention heads" if uneven else "set tp = 1"
             advice = f"leave it out of target_modules, or {remedy}"
             problems[Problem(f"{what}, which no adapter can follow", advice)] = None
-        elif is_split and drops_out(layer) and cut != "columns" and not _draws_apart(STYLES[styles[0]]):
+        elif magnitudes_of(layer) and any(STYLES[style].adapter == "rotary key" for style in styles):
+            found = f"{what}, part of whose outputs is summed, which lora.dora cannot follow"
+            problems[Problem(found, "leave it out of target_modules, or set dora = false")] = None
+        elif (
+            is_split
+            and adapters_of(layer)
+            and drops_out(layer)
+            and cut != "columns"
+            and not _draws_apart(STYLES[styles[0]])
+        ):
             found = f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel"
             problems[Problem(found, "set lora_dropout = 0, or tensor.sequence_parallel = false")] = None
     if problems:
@@ -92,8 +108,11 @@ def dims_of_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: T
         for adapter, _, _ in adapters_of(layer):
             if cut == "columns":
                 dims[f"{name}.lora_B.{adapter}.weight"] = 0
+                dims[f"{name}.{KIND}.{adapter}.weight"] = 0
             elif cut == "rows":
                 dims[f"{name}.lora_A.{adapter}.weight"] = 1
+        if cut == "vocabulary":
+            dims |= {f"{name}.lora_embedding_A.{adapter}": 1 for adapter, _, _ in embedding_adapters_of(layer)}
     return dims
 
 
@@ -137,6 +156,8 @@ def shard_adapters(
         context = context_of(name, base)
         styles = [context.styles[part] for part, _ in _parts(name, base)]
         cut = _cut_of(styles)
+        if cut == "vocabulary":
+            _beside_vocabulary(layer, base, mesh)
         for adapter, down, up in adapters_of(layer):
             assert isinstance(down, nn.Linear)
             if drops_out(layer):
@@ -148,10 +169,27 @@ def shard_adapters(
             else:
                 names = _beside_full(adapter, up, styles[0], context)
             partial_parameters |= {f"{name}.{kind}" for kind in names}
+        partial_parameters |= {f"{name}.{kind}" for kind in _shard_magnitudes(layer, cut, styles, context, mesh)}
     return partial_parameters
 
 
-def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "full"] | None:
+def _shard_magnitudes(
+    layer: nn.Module, cut: Cut | None, styles: Sequence[Style], context: ModuleContext, mesh: DeviceMesh
+) -> list[str]:
+    is_split = context.region.sequence_parallel
+    if cut == "columns":
+        is_sharded = [STYLES[style].shards is not None for style in styles]
+        return shard_magnitudes(layer, is_sharded, mesh, is_partial=True)
+    is_partial = is_split if cut == "rows" else _is_partial(STYLES[styles[0]], is_split=is_split)
+    return shard_magnitudes(layer, [False] * len(styles), mesh, is_partial=is_partial)
+
+
+def _is_partial(row: StyleRow, *, is_split: bool) -> bool:
+    """Return whether the gradients of full parameters of an adapter are partial over tp."""
+    return row.gradients == "partial" or (row.gradients == "partial if split" and is_split)
+
+
+def _cut_of(styles: Sequence[Style]) -> Cut | None:
     """Return how an adapter of a projection is cut, from the styles of the projection's parts.
 
     Returns:
@@ -162,6 +200,8 @@ def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "full"] | Non
         return "columns"
     if len(styles) == 1 and cuts == {"rows"}:
         return "rows"
+    if cuts == {"vocabulary"}:
+        return "vocabulary"
     return "full" if len({*styles}) == 1 and cuts <= {"full", "shared", "rotary key"} else None
 
 
@@ -231,9 +271,22 @@ def _beside_full(adapter: str, up: nn.Module, style: Style, context: ModuleConte
     row = STYLES[style]
     if row.adapter == "rotary key":
         share_rotary_key(up, context)
-    if row.gradients == "partial" or (row.gradients == "partial if split" and context.region.sequence_parallel):
+    if _is_partial(row, is_split=context.region.sequence_parallel):
         return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
     return []
+
+
+def _beside_vocabulary(layer: Any, base: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut A by the rows of the vocabulary that this process holds, and sum what it looks up."""
+    assert isinstance(base, ShardedEmbedding)
+    for adapter, rows, _ in embedding_adapters_of(layer):
+        layer.lora_embedding_A[adapter] = _shards(rows, 1, mesh)
+    replace_methods(layer, _embed=partial(_look_up, base))
+
+
+def _look_up(base: ShardedEmbedding, input_ids: Tensor, table: Tensor, **_: object) -> Tensor:
+    """Return (batch, seq, rank), the rows of ids (batch, seq) in a sharded table (vocab, rank)."""
+    return base.leave(base.own_rows(input_ids, local_tensor(table)))
 
 
 def _names_up(adapter: str, up: nn.Module) -> list[str]:
@@ -242,52 +295,15 @@ def _names_up(adapter: str, up: nn.Module) -> list[str]:
 
 def _shard(module: nn.Linear, dim: int, mesh: DeviceMesh) -> None:
     for kind, parameter in list(module.named_parameters()):
-        shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-        module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
+        module.register_parameter(kind, _shards(parameter, dim, mesh))
+
+
+def _shards(parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(shards, requires_grad=parameter.requires_grad)
 
 
 def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
     become_sharded(module)
     assert isinstance(module, ShardedLinear)
     module.enter, module.leave, module.bias_is_full = enter, leave, False
-
-
-class AdapterDropout(nn.Module):
-    """Dropout on the input of an adapter.
-
-    Processes with the same input drop the same elements. Processes with different inputs draw from
-    a random stream of their own.
-
-    Args:
-        dropout: to apply.
-        region: that the base of the adapter is in.
-        is_cut: whether every process has its own features.
-        takes_part: whether every process has the full input and takes its part of the sequence.
-    """
-
-    def __init__(self, dropout: nn.Module, region: Region, *, is_cut: bool, takes_part: bool) -> None:
-        super().__init__()
-        self.dropout, self.region, self.is_cut, self.takes_part = dropout, region, is_cut, takes_part
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of the input.
-
-        Args:
-            x: (batch, seq or seq/tp, features or features/tp).
-
-        Returns:
-            The same shape, or (batch, seq/tp, features) if it takes a part of the sequence.
-        """
-        is_split = self.region.is_split()
-        if self.takes_part and is_split:
-            # `split_sequence` would join the gradients of the parts. Here the gradient of the full
-            # input is summed over tp already, and every process adds its part to that sum.
-            group = self.region.group
-            x = x.chunk(group.size(), SEQUENCE_DIM)[group.rank()]
-        streams = self.region.streams
-        if not self.training:
-            return x
-        assert streams is not None, "an adapter that drops needs random streams"
-        with streams.of(is_cut=self.is_cut or is_split):
-            return self.dropout(x)

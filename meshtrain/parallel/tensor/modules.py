@@ -58,8 +58,8 @@ class OwnOutputs:
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in) to (batch, seq, outputs of its heads)."""
         bias = getattr(self, "bias", None)
-        rows = None if bias is None else _rows(bias, self.outputs)
-        return F.linear(self.enter(x), _rows(_matrix(self), self.outputs), rows)
+        rows = None if bias is None else rows_of(bias, self.outputs)
+        return F.linear(self.enter(x), rows_of(_matrix(self), self.outputs), rows)
 
 
 class OwnInputs:
@@ -101,7 +101,7 @@ def slices_of(heads: Sequence[int], width: int) -> list[slice]:
     return slices
 
 
-def _rows(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
+def rows_of(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
     return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
 
 
@@ -146,15 +146,26 @@ class ShardedEmbedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the rows (batch, seq, hidden) of ids (batch, seq)."""
-        weight = local_tensor(self.weight)
+        return self.leave(self.own_rows(input_ids, local_tensor(self.weight)))
+
+    def own_rows(self, input_ids: Tensor, table: Tensor) -> Tensor:
+        """Look up ids in the rows of a table of which this process holds the same as of the weight.
+
+        Args:
+            input_ids: (batch, seq).
+            table: (vocab/tp, columns).
+
+        Returns:
+            (batch, seq, columns), zero where another process holds the row.
+        """
         rows = input_ids - self.first_row
         # An id outside the vocabulary is looked up as well, so that it fails as in the stock model.
-        elsewhere = ((rows < 0) | (rows >= weight.shape[0])) & (input_ids >= 0) & (input_ids < self.num_embeddings)
+        elsewhere = ((rows < 0) | (rows >= table.shape[0])) & (input_ids >= 0) & (input_ids < self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - self.first_row
-        if padding is not None and not 0 <= padding < weight.shape[0]:
+        if padding is not None and not 0 <= padding < table.shape[0]:
             padding = None
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
-        return self.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), table, padding)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 class LocalParameters:

@@ -52,8 +52,9 @@ class StyleRow:
         needs_full_sequence: whether results or gradients are right only where a process has all
             tokens.
         adapter: how a LoRA adapter is cut. `columns`: B by its outputs. `rows`: A by its inputs.
-            `full`: not at all. `shared`: not at all; next to columns, B stays full. `rotary key`:
-            not at all; the gradient of the last outputs of B is summed. None: there can be none.
+            `vocabulary`: A by the rows of a table. `full`: not at all. `shared`: not at all; next
+            to columns, B stays full. `rotary key`: not at all; the gradient of the last outputs of
+            B is summed. None: there can be none.
         has_parameter_rules: whether the module's own parameters can have rules.
         is_for_parameters: whether a single parameter of such a module can have this style.
         is_for_head: whether the head of a causal LM can have this style.
@@ -73,7 +74,7 @@ class StyleRow:
     gradients: Gradients = "full"
     own_heads: bool = False
     needs_full_sequence: bool = False
-    adapter: Literal["columns", "rows", "full", "shared", "rotary key"] | None = None
+    adapter: Literal["columns", "rows", "vocabulary", "full", "shared", "rotary key"] | None = None
     has_parameter_rules: bool = False
     is_for_parameters: bool = False
     is_for_head: bool = False

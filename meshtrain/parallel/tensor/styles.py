@@ -219,6 +219,7 @@ STYLES: dict[Style, StyleRow] = {
         requires=require_lookup,
         shards="rows",
         may_be_uneven=True,
+        adapter="vocabulary",
         transformers=("embedding_rowwise",),
     ),
     "sequence_parallel": StyleRow(

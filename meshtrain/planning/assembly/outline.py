@@ -96,7 +96,7 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
     if not all_layers and _names_layers(run.lora):
-        raise LayersNeededError("lora.target_modules names a layer by its number")
+        raise LayersNeededError("`lora` names a layer by its number")
     full = full_model(run)
     parameters = layer_parameters(full)
     precision, every = run.plan.precision, run.plan.recompute.every
@@ -209,7 +209,7 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
 
 def _names_layers(lora: LoraConfig) -> bool:
     targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    return any(part.isdigit() for target in targets for part in target.split("."))
+    return any(part.isdigit() for target in (*targets, *lora.modules_to_save) for part in target.split("."))
 
 
 def _shapes(

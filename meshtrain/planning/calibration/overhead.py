@@ -45,6 +45,7 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         device=device,
         router=run.router,
         adapters=adapters,
+        packs_base=run.lora.base == "nf4",
     )
     pipeline.initialize(0)
     average = build_average(pipeline, run.ema)

@@ -210,6 +210,7 @@ def _record(
             device=torch.device("cpu"),
             router=run.router,
             adapters=adapters,
+            packs_base=run.lora.base == "nf4",
             allocation=quick,
             structure=shared_structure(run),
         )
