@@ -216,8 +216,9 @@ class Float8Plan(Settings):
 
     recipe: Float8Recipe = "rowwise"
     """`rowwise` scales each row and column of a product by itself, in e4m3. `tensorwise` has one
-    scale for a tensor on a process, which is faster, and gradients in e5m2. `mxfp8` scales blocks
-    of 32 values in e4m3, which GPUs multiply from compute capability 10.0 (Blackwell) on."""
+    scale for a tensor on a process, which is faster, and gradients in e5m2; FSDP2 then gathers
+    weights in float8. `mxfp8` scales blocks of 32 values in e4m3, which GPUs multiply from compute
+    capability 10.0 (Blackwell) on."""
     skip: list[str] | None = None
     """Patterns of modules that stay in bfloat16, with all linear layers inside. Left out: the
     first and the last decoder layer."""

@@ -67,6 +67,7 @@ from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.use import ExpertUse, countable_stacks
 from meshtrain.parallel.float8 import apply_float8
+from meshtrain.parallel.float8.gather import apply_float8_gather, gathers_in_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
@@ -249,7 +250,7 @@ def _parallelize_stage(
         summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
-    apply_float8(stage, in_float8, plan.precision.float8.recipe)
+    float8_layers = apply_float8(stage, in_float8, plan.precision.float8.recipe)
     if watch_attention is not None:
         watch_attention(stage.model)
     put_on_adapters(stage.model, own)
@@ -258,6 +259,8 @@ def _parallelize_stage(
     router_loss.watch(stage)
     apply_compile(stage, plan, watches_routers=watches_routers)
     apply_shard(stage, mesh, plan)
+    if gathers_in_float8(plan):
+        apply_float8_gather(stage, float8_layers)
     return summed_over_tp
 
 
