@@ -44,7 +44,7 @@ from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.runtime.process import check_number_format, join_for_script
+from meshtrain.runtime.process import check_number_format, check_peer_memory, join_for_script
 from meshtrain.training.own_loss import check_own_loss
 from meshtrain.verify.first_use import ensure_model_proven
 
@@ -121,6 +121,8 @@ def parallelize(
     given = read_plan(plan)
     check_number_format(given.precision.products)
     wanted = _complete(given, stock, mesh)
+    if wanted.tensor.async_tp:
+        check_peer_memory(wanted.mesh.tp)
     if loss is not None:
         _check_loss(loss, wanted, stock)
     device = join_for_script()

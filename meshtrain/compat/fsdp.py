@@ -63,7 +63,11 @@ def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None])
 
 
 class Gathered(Protocol):
-    """How parameters are sent when FSDP2 gathers them, in another number format than their own."""
+    """How parameters are sent when FSDP2 gathers them, in another number format than their own.
+
+    Why: FSDP2 asks each parameter alone, and would send a message for each of them here.
+    Holds: torch 2.11 to 2.13.
+    """
 
     def encode(self, shards: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[tuple[Tensor, Tensor]]:
         """Return for each parameter what is sent, and what this process needs to decode all parts.

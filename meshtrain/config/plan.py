@@ -97,6 +97,10 @@ class TensorPlan(Settings):
     sequence_parallel: bool = False
     """Keep only this process's part of the sequence between attention and MLP. `tp` must divide
     the sequence length."""
+    async_tp: bool = False
+    """Cut the messages of `sequence_parallel` and the matrix products beside them into pieces, and
+    send one piece while another is multiplied. Inductor does this to compiled layers, by symmetric
+    memory: it needs `compile.enabled` and GPUs of one machine that reach each other's memory."""
     loss_parallel: bool = True
     """Keep the logits sharded over the vocabulary, and compute the loss on the shards."""
     experts: Literal["tensor", "expert"] = "tensor"

@@ -43,6 +43,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from meshtrain.compat.compile import allow_symmetric_memory
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.mesh import CP, EP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
@@ -257,6 +258,8 @@ def _parallelize_stage(
     forbid_changes(own)
     apply_recompute(stage, plan.recompute, tp_streams)
     router_loss.watch(stage)
+    if plan.tensor.async_tp:
+        allow_symmetric_memory(mesh.get_group(TP))
     apply_compile(stage, plan, watches_routers=watches_routers)
     apply_shard(stage, mesh, plan)
     if gathers_in_float8(plan):
