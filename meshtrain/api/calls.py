@@ -17,8 +17,9 @@ from meshtrain.api.dropout import ProgramStreams
 from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle
 from meshtrain.api.loss import LossOfAllRanks
+from meshtrain.api.parts import PartsOfCalls
 from meshtrain.compat.distributed import is_inside_ddp
-from meshtrain.config.mesh import AXES, TP
+from meshtrain.config.mesh import AXES, CP, TP
 from meshtrain.errors import ModelError
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
@@ -35,6 +36,7 @@ class Calls:
         self._model, self._handle, self._gradients = model, handle, gradients
         self._streams = ProgramStreams(handle)
         self._loss = LossOfAllRanks(model, handle.pipeline.mesh)
+        self._parts = _parts_of_calls(model, handle.pipeline)
         self._names = [*inspect.signature(model.forward).parameters]
         self._is_inside = self._has_gathered = False
 
@@ -65,12 +67,17 @@ class Calls:
             reshard(model)
             check_tokens(self._handle.pipeline, given.get("input_ids"))
             check_same_batch(self._handle.pipeline, given)
+            if self._parts is not None:
+                self._parts.begin(given, self._loss.shifts)
         if torch.is_grad_enabled() or has_labels:
             _check_same_call(self._handle.pipeline, has_labels=has_labels)
             self._handle.pipeline.rotary_length.begin(given)
+        elif self._is_in_parts():
+            self._handle.pipeline.rotary_length.begin(given, is_alone=True)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
-        if recomputes and "use_cache" in self._names:
-            # A recomputed layer would find its own entries in the cache.
+        if (recomputes or self._is_in_parts()) and "use_cache" in self._names:
+            # A recomputed layer would find its own entries in the cache, and over cp a process has
+            # only those of its part.
             mask = mask_without_cache(self._model.config, given)
             args, kwargs = (), given | {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
         if model.training:
@@ -81,10 +88,13 @@ class Calls:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = self._given(args, kwargs)
-        self._loss.put_into(output, given)
-        if self._has_parts() and isinstance(output, ModelOutput):
+        if self._has_tp_parts() and isinstance(output, ModelOutput):
             tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-            join_hidden_states(output, tokens.shape[1], self._handle.pipeline.mesh.get_group(TP))
+            mesh = self._handle.pipeline.mesh
+            join_hidden_states(output, tokens.shape[1] // axis_size(mesh, CP), mesh.get_group(TP))
+        if self._parts is not None and self._is_in_parts():
+            self._parts.join(output)
+        self._loss.put_into(output, given)
         if torch.is_grad_enabled():
             self._gradients.watch(output)
         return output
@@ -93,6 +103,8 @@ class Calls:
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
         self._handle.pipeline.rotary_length.end()
+        if self._parts is not None:
+            self._parts.end()
         self._streams.end()
         if torch.is_grad_enabled():
             mark_gathered(self._model)
@@ -101,7 +113,10 @@ class Calls:
             # own parameters.
             reshard(self._model)
 
-    def _has_parts(self) -> bool:
+    def _is_in_parts(self) -> bool:
+        return self._parts is not None and not self._handle.is_generating
+
+    def _has_tp_parts(self) -> bool:
         mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
         return plan.tensor.sequence_parallel and axis_size(mesh, TP) > 1 and sequence_is_split()
 
@@ -146,7 +161,7 @@ class Calls:
             )
         self._has_gathered = True
         if (
-            self._has_parts()
+            self._has_tp_parts()
             and given.get("return_dict") is False
             and self._is_requested(given, "output_hidden_states")
         ):
@@ -162,6 +177,12 @@ class Calls:
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+
+def _parts_of_calls(model: PreTrainedModel, pipeline: Pipeline) -> PartsOfCalls | None:
+    if pipeline.context is None:
+        return None
+    return PartsOfCalls(model, pipeline.plan, pipeline.context, is_chunked=pipeline.head is not None)
 
 
 def _check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 from meshtrain.api.own_loss import loss_shifts_labels
 from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.data import IGNORE_INDEX
-from meshtrain.config.mesh import TOKEN_AXES
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.errors import ModelError
 from meshtrain.parallel.tensor.collectives import reduce_from_shards
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
@@ -31,7 +31,7 @@ class LossOfAllRanks:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
-        self._axes = [axis for axis in TOKEN_AXES if axis_size(mesh, axis) > 1]
+        self._axes = [axis for axis in DATA_AXES if axis_size(mesh, axis) > 1]
         self._own_shifts: bool | None = None
 
     def put_into(self, output: Any, given: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class LossOfAllRanks:
             loss = (
                 output.loss
                 if is_share
-                else self._share(output, count_labels(given, shifts=self._shifts(given["labels"])))
+                else self._share(output, count_labels(given, shifts=self.shifts(given["labels"])))
             )
             for axis in self._axes:
                 loss = reduce_from_shards(loss, self._mesh.get_group(axis))
@@ -66,7 +66,8 @@ class LossOfAllRanks:
         loss = output.loss * (counted / total.clamp(min=1)) if has_loss else (output.logits * 0.0).sum()
         return loss.to(output.loss.dtype)
 
-    def _shifts(self, labels: Tensor) -> bool:
+    def shifts(self, labels: Tensor) -> bool:
+        """Return whether the stock loss leaves out the first label of each row."""
         if labels.dim() < 2 or labels.is_floating_point():
             # One label for each row, not for each token.
             return False

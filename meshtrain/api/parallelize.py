@@ -44,7 +44,7 @@ from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.runtime.process import check_number_format, join_for_script
+from meshtrain.runtime.process import check_number_format, check_peer_memory, join_for_script
 from meshtrain.training.own_loss import check_own_loss
 from meshtrain.verify.first_use import ensure_model_proven
 
@@ -69,6 +69,7 @@ def parallelize(
     Without a pipeline (pp = 1) it returns the model that was passed, which is used as before:
     `model(**batch, labels=...)` returns the stock loss and full logits, and after `loss.backward()`
     every gradient is complete. With data parallelism each rank passes its own part of the batch.
+    Over cp all ranks of a model pass full sequences, and each computes its part of them.
     The loss is the mean over the trained tokens of all parts, and its gradient is that of this
     mean. (The auxiliary loss of routers in it is that of each part, weighted by its tokens.) A loss
     that you compute from the logits is summed over the parts: if it is a mean on each rank, divide
@@ -120,6 +121,8 @@ def parallelize(
     given = read_plan(plan)
     check_number_format(given.precision.products)
     wanted = _complete(given, stock, mesh)
+    if wanted.tensor.async_tp:
+        check_peer_memory(wanted.mesh.tp)
     if loss is not None:
         _check_loss(loss, wanted, stock)
     device = join_for_script()
@@ -307,6 +310,8 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
     batch, world_size = _any_batch(plan, model, micro_batch_size), dist.get_world_size()
     router = None if plan.mesh.pp == 1 else STOCK_ROUTER
     resolved = resolve_plan(plan, model, batch, world_size, router=router)
+    if resolved.mesh.cp > 1 and resolved.mesh.pp == 1:
+        _check_head(model, resolved)
     if prove and dist.get_world_size() > 1:
         # The chunks are those of the real size.
         ensure_model_proven(model, plan.model_copy(update={"loss": resolved.loss}))
@@ -315,6 +320,18 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
     # The caller of the model uses its logits.
     tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
     return resolved.model_copy(update={"tensor": tensor})
+
+
+def _check_head(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Check that the head of a model computes each token alone, so that logits can be joined.
+
+    Raises:
+        PlanError: if not.
+    """
+    try:
+        find_base(model)
+    except ModelError as error:
+        raise PlanError(f"mesh.cp = {plan.mesh.cp}: {error.problems[0].found}", "use cp = 1") from error
 
 
 def _loss_of_program(plan: ParallelPlan, model: PreTrainedModel) -> LossPlan:
@@ -403,12 +420,6 @@ def _refuse_of_runs(plan: ParallelPlan) -> None:
             "attention.documents = 'segments': in a program the mask of the model keeps documents apart",
             "leave it out, or train the model by `meshtrain train` or meshtrain.train",
         )
-    if plan.mesh.cp > 1:
-        raise PlanError(
-            f"mesh.cp = {plan.mesh.cp}: a program passes full sequences and gets full logits, and context parallelism "
-            "has parts of both",
-            "train it by `meshtrain train` or meshtrain.train, or use cp = 1",
-        )
 
 
 def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
@@ -446,8 +457,8 @@ def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int
     """Return a batch shape that every plan can run; the real shapes are known at each call only."""
     rows = dist.get_world_size() * plan.mesh.pp * plan.pipeline.stages_per_rank * micro_batch_size
     length = min(most_positions(model.config) or LONGEST_BALANCED, LONGEST_BALANCED)
-    tp = plan.mesh.tp
-    return BatchShape(rows, micro_batch_size, max(tp, length // tp * tp))
+    unit = plan.mesh.tp if plan.mesh.cp == 1 else 2 * plan.mesh.cp * plan.mesh.tp
+    return BatchShape(rows, micro_batch_size, max(unit, length // unit * unit))
 
 
 def _source(model: PreTrainedModel) -> str | None:

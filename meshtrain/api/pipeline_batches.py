@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.api.batches import compare_batches, different_batch, mask_without_cache
+from meshtrain.api.parts import check_parts
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.errors import DataError, Problem
@@ -115,7 +116,7 @@ class BatchChecker:
         for name in ("input_ids", "labels"):
             _check_tokens_are_rows(name, inputs[name])
         self._check_shapes(inputs)
-        self._check_schedule(*inputs["input_ids"].shape)
+        self._check_schedule(inputs)
         check_tokens(self._pipeline, inputs["input_ids"])
         check_tokens(self._pipeline, inputs["labels"][inputs["labels"] != IGNORE_INDEX], what="labels")
         self._check_positions(inputs)
@@ -140,8 +141,8 @@ class BatchChecker:
                 "pass as many",
             )
 
-    def _check_schedule(self, rows: int, width: int) -> None:
-        plan, micro = self._pipeline.plan, self._pipeline.micro_batch_size
+    def _check_schedule(self, inputs: Mapping[str, Tensor]) -> None:
+        (rows, width), plan, micro = inputs["input_ids"].shape, self._pipeline.plan, self._pipeline.micro_batch_size
         if rows % micro:
             raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}", "change one of them")
         if not rows * width:
@@ -154,6 +155,8 @@ class BatchChecker:
                 "not divide them",
                 "pad with pad_to_multiple_of, or set sequence_parallel = false",
             )
+        if plan.mesh.cp > 1:
+            check_parts(plan, {name: value for name, value in inputs.items() if name != "labels"})
         shape = BatchShape(rows * axis_size(self._pipeline.mesh, *DATA_AXES), micro, width)
         if problems := list(check_microbatches(plan, shape)):
             raise DataError(problems)

@@ -1,15 +1,19 @@
 """torch's FSDP2: its gathered parameters, and a hook before it reduces their gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 
 def _group(module: FSDPModule) -> FSDPParamGroup | None:
@@ -56,6 +60,100 @@ def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None])
         reduce(*arguments)
 
     group.post_backward = post_backward  # type: ignore[method-assign]
+
+
+class Gathered(Protocol):
+    """How parameters are sent when FSDP2 gathers them, in another number format than their own.
+
+    Why: FSDP2 asks each parameter alone, and would send a message for each of them here.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    def encode(self, shards: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return for each parameter what is sent, and what this process needs to decode all parts.
+
+        Args:
+            shards: the parts (elements,) of this process, padded.
+            group: the processes that gather the parameters.
+        """
+
+    def decode(self, sent: Tensor, known: Tensor, into: Tensor) -> None:
+        """Fill a gathered parameter.
+
+        Args:
+            sent: by all processes, of the shape of the parameter.
+            known: what `encode` has returned beside it.
+            into: the parameter.
+        """
+
+
+def gather_as(module: FSDPModule, parameters: Collection[nn.Parameter], form: Gathered) -> int:
+    """Let FSDP2 send some parameters of a module in another number format.
+
+    The gathered parameters have the number format of the computation, as ever.
+
+    Why: FSDP2 finds its two functions for this as attributes of the local part of a parameter, for
+    which it expects a class of tensors. Parameters stay plain tensors here, so that optimizers and
+    checkpoints need not know. FSDP2 may replace the local part when it pads it.
+    Holds: torch 2.11 to 2.13.
+
+    Args:
+        module: managed by FSDP2, before its first forward pass.
+        parameters: sharded ones, of this module or others.
+        form: of all of them.
+
+    Returns:
+        The number of parameters of this module among them.
+    """
+    wanted = [held for held in _held(module) if any(held.sharded_param is parameter for parameter in parameters)]
+    together = _SentTogether(wanted, form)
+    for held in wanted:
+        held.reset_sharded_param = partial(together.reset, held)  # type: ignore[method-assign]
+    return len(wanted)
+
+
+class _SentTogether:
+    """The functions with which FSDP2 gathers some parameters of one group."""
+
+    def __init__(self, held: Sequence[FSDPParam], form: Gathered) -> None:
+        self._all, self._form = held, form
+        self._encoded: dict[FSDPParam, tuple[Tensor, Tensor]] = {}
+
+    def reset(self, held: FSDPParam) -> None:
+        FSDPParam.reset_sharded_param(held)
+        local = held._sharded_local_tensor
+        local.fsdp_pre_all_gather = partial(self._before, held)  # type: ignore[attr-defined]
+        local.fsdp_post_all_gather = partial(self._after, held)  # type: ignore[attr-defined]
+
+    def _before(self, held: FSDPParam, mesh: DeviceMesh) -> tuple[tuple[Tensor], Tensor]:
+        # FSDP2 asks for the parameters in their order.
+        if held is self._all[0]:
+            shards = [it._sharded_param_data.to(it.device, non_blocking=True) for it in self._all]
+            self._encoded = dict(zip(self._all, self._form.encode(shards, mesh.get_group()), strict=True))
+        sent, known = self._encoded.pop(held)
+        return (sent,), known
+
+    @torch.no_grad()
+    def _after(
+        self,
+        held: FSDPParam,
+        sent: tuple[Tensor],
+        known: Tensor,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor]]:
+        shape = held._orig_size
+        whole = torch.empty(shape, dtype=dtype, device=held.device) if out is None else _local(out)
+        # The graph of a pass may have saved the parameter, whose values stay the same.
+        with torch.autograd._unsafe_preserve_version_counter(whole):
+            self._form.decode(sent[0].view(-1)[: shape.numel()].view(shape), known, whole)
+        free_storage(sent[0])
+        return whole, (whole,)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager

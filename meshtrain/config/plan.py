@@ -97,6 +97,10 @@ class TensorPlan(Settings):
     sequence_parallel: bool = False
     """Keep only this process's part of the sequence between attention and MLP. `tp` must divide
     the sequence length."""
+    async_tp: bool = False
+    """Cut the messages of `sequence_parallel` and the matrix products beside them into pieces, and
+    send one piece while another is multiplied. Inductor does this to compiled layers, by symmetric
+    memory: it needs `compile.enabled` and GPUs of one machine that reach each other's memory."""
     loss_parallel: bool = True
     """Keep the logits sharded over the vocabulary, and compute the loss on the shards."""
     experts: Literal["tensor", "expert"] = "tensor"
@@ -216,8 +220,9 @@ class Float8Plan(Settings):
 
     recipe: Float8Recipe = "rowwise"
     """`rowwise` scales each row and column of a product by itself, in e4m3. `tensorwise` has one
-    scale for a tensor on a process, which is faster, and gradients in e5m2. `mxfp8` scales blocks
-    of 32 values in e4m3, which GPUs multiply from compute capability 10.0 (Blackwell) on."""
+    scale for a tensor on a process, which is faster, and gradients in e5m2; FSDP2 then gathers
+    weights in float8. `mxfp8` scales blocks of 32 values in e4m3, which GPUs multiply from compute
+    capability 10.0 (Blackwell) on."""
     skip: list[str] | None = None
     """Patterns of modules that stay in bfloat16, with all linear layers inside. Left out: the
     first and the last decoder layer."""

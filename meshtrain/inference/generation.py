@@ -88,6 +88,9 @@ def _as_one(pipeline: Pipeline) -> Iterator[Any]:
     """Yield a model in evaluation mode that has full logits on all processes."""
     models = [stage.model for stage in pipeline.stages]
     with _at_rest(models), ExitStack() as stack:
+        if pipeline.context is not None:
+            # A text grows by single tokens.
+            stack.enter_context(pipeline.context.in_full())
         if pipeline.plan.compile.enabled or pipeline.mesh.device_type == "cuda":
             # A layer would be compiled again for every token, because the length of the cache
             # changes. And what transformers compiles by itself, for a cache of a fixed length,

@@ -26,13 +26,15 @@ tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
 tiny_copy: configurations of tiny copies with every kind of layer.
 tiny_model: tiny copies that compute.
+targets: the labels that a loss of transformers takes.
 tokens: a check of token ids.
 transposable: collectives with gradients.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +44,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from meshtrain.compat.compile import allow_symmetric_memory
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.mesh import CP, EP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
@@ -67,6 +70,7 @@ from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.use import ExpertUse, countable_stacks
 from meshtrain.parallel.float8 import apply_float8
+from meshtrain.parallel.float8.gather import apply_float8_gather, gathers_in_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
@@ -138,9 +142,11 @@ def build_pipeline(
             formats where FSDP2 is needed.
     """
     # Tiny copies are tried while the model still has the modules of its class.
-    context = _context(model, mesh, plan)
+    context = _context(model, mesh, plan, cuts_calls=stock_loss)
     attention = _attention(model, plan, context)
     base = find_base(model, stock_loss=stock_loss) if plan.loss.size else None
+    # A program passes full sequences, and its class takes the loss of their labels.
+    cut_at = find_base(model) if context and stock_loss else ""
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
@@ -167,10 +173,19 @@ def build_pipeline(
         if packs_base:
             pack_projections(stage.model, compute)
         summed_over_tp |= _parallelize_stage(
-            stage, mesh, plan, rules, adapters, router_loss, attention, in_float8, watches_routers=watches_routers
+            stage,
+            mesh,
+            plan,
+            rules,
+            adapters,
+            router_loss,
+            None if attention is None else partial(attention.watch, base=cut_at),
+            in_float8,
+            watches_routers=watches_routers,
         )
         if base is not None and stage.is_last:
-            head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss)
+            own = context if stock_loss else None
+            head = ChunkedHead(stage.model, base, plan.loss.size, stage.channel, stock_loss=stock_loss, context=own)
         with allocation:
             materialize(
                 stage.model,
@@ -230,7 +245,7 @@ def _parallelize_stage(
     rules: TensorRules,
     adapters: Mapping[str, nn.Module],
     router_loss: RouterLoss,
-    attention: StageAttention | None,
+    watch_attention: Callable[[PreTrainedModel], None] | None,
     in_float8: Sequence[str],
     *,
     watches_routers: bool,
@@ -246,9 +261,9 @@ def _parallelize_stage(
         summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
-    apply_float8(stage, in_float8, plan.precision.float8.recipe)
-    if attention is not None:
-        attention.watch(stage.model)
+    float8_layers = apply_float8(stage, in_float8, plan.precision.float8.recipe)
+    if watch_attention is not None:
+        watch_attention(stage.model)
     apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
@@ -256,16 +271,27 @@ def _parallelize_stage(
         compute_at_once(stage.model)
     apply_recompute(stage, plan.recompute, tp_streams)
     router_loss.watch(stage)
+    if plan.tensor.async_tp:
+        allow_symmetric_memory(mesh.get_group(TP))
     apply_compile(stage, plan, watches_routers=watches_routers)
     apply_shard(stage, mesh, plan)
+    if gathers_in_float8(plan):
+        apply_float8_gather(stage, float8_layers)
     return summed_over_tp
 
 
-def _context(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ContextParallel | None:
+def _context(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, *, cuts_calls: bool
+) -> ContextParallel | None:
     if axis_size(mesh, CP) == 1:
         return None
     return ContextParallel(
-        mesh.get_group(CP), plan.context, _base(model), mixing_blocks(model), skips_padding=skips_padding(model)
+        mesh.get_group(CP),
+        plan.context,
+        _base(model),
+        mixing_blocks(model),
+        skips_padding=skips_padding(model),
+        cuts_calls=cuts_calls,
     )
 
 

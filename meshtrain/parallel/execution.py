@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshtrain.compat.compile import PIPELINED_PRODUCTS
 from meshtrain.compat.operators import EXPENSIVE
 from meshtrain.compat.transformers import set_checkpoint
 from meshtrain.config.plan import ParallelPlan, RecomputePlan
@@ -64,9 +65,10 @@ def apply_compile(stage: Stage, plan: ParallelPlan, *, watches_routers: bool) ->
         return
     ends_early = plan.mesh.tp > 1 or plan.mesh.ep > 1 or plan.attention.documents == "segments" or watches_routers
     by_parts = plan.recompute.mode != "none" and ends_early
+    options = {"options": PIPELINED_PRODUCTS} if plan.tensor.async_tp else {}
     for layer in stage.own_layers():
         for block in _blocks(layer) if by_parts else [layer]:
-            block.compile(backend=plan.compile.backend)
+            block.compile(backend=plan.compile.backend, **options)
 
 
 def _blocks(layer: nn.Module) -> list[nn.Module]:

@@ -50,23 +50,26 @@ class RotaryLength:
         finally:
             self.end()
 
-    def begin(self, batch: Mapping[str, Any]) -> None:
+    def begin(self, batch: Mapping[str, Any], *, is_alone: bool = False) -> None:
         """Find the longest sequence. Collective over the dp axes, if anything depends on it.
 
         Args:
+            is_alone: whether this data rank computes its part alone, without the others.
             batch: the part of this data rank: `input_ids` (rows, seq) or `inputs_embeds`, and
                 optionally `position_ids`.
         """
         positions = batch.get("position_ids")
         tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
-        is_alone = axis_size(self._mesh, *TOKEN_AXES) == 1
-        if not self._modules or tokens is None or (is_alone and positions is None):
+        is_only = axis_size(self._mesh, *TOKEN_AXES) == 1
+        if not self._modules or tokens is None or (is_only and positions is None):
             # In the last case every forward pass has all columns of the batch anyway.
             return
         length = tokens.shape[1] if positions is None else int(positions.max()) + 1
         # Since then, a data rank alone may have computed a longer sequence, without gradients.
-        longest, grown = self._largest(length, grown_length(self._models[0]))
-        self._see(grown)
+        longest = length
+        if not is_alone:
+            longest, grown = self._largest(length, grown_length(self._models[0]))
+            self._see(grown)
         self._last_position = longest - 1
 
     def end(self) -> None:

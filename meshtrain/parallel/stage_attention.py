@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -46,10 +47,18 @@ class StageAttention:
         self._rows: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
-    def watch(self, model: PreTrainedModel) -> None:
-        """Make a stage compute attention like this."""
+    def watch(self, model: PreTrainedModel, base: str = "") -> None:
+        """Make a stage compute attention like this.
+
+        Args:
+            model: of the stage.
+            base: name of the module in it that gets the tokens.
+        """
         model.set_attn_implementation(self._name)
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        module = model.get_submodule(base)
+        module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        if self._context is not None and self._context.cuts_calls:
+            module.register_forward_hook(self._context.share_router_logits)
         if self._context is not None:
             self._context.watch_blocks(model)
 
@@ -112,6 +121,9 @@ class StageAttention:
             # With a mask, transformers does not look for documents itself.
             mask = None if self._parts else torch.ones_like(positions, dtype=torch.bool)
             kwargs = {**kwargs, "attention_mask": mask}
+        if self._context is not None and self._context.cuts_calls:
+            # A class may pass the tokens by position.
+            return (), self._context.begin(dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs)
         return args, kwargs if self._parts is None else self._parts.begin(kwargs)
 
     def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:

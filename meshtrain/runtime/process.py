@@ -104,6 +104,28 @@ def check_number_format(products: str) -> None:
         )
 
 
+def check_peer_memory(tp: int) -> None:
+    """Check that the GPUs of this process and of the others of its tp group share their memory.
+
+    Raises:
+        ConfigError: if they do not, or there are none.
+    """
+    instead = "leave tensor.async_tp out"
+    processes, own = local_world_size_from_environment(), local_rank_from_environment()
+    if processes % tp:
+        raise ConfigError(
+            f"tensor.async_tp needs all processes of tp = {tp} on one machine, and this machine has {processes}",
+            f"{instead}, or use a tp that divides that number",
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError("tensor.async_tp needs GPUs that reach each other's memory, and there are none", instead)
+    check_devices()
+    group = range(own // tp * tp, own // tp * tp + tp)
+    for peer in group:
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            raise ConfigError(f"tensor.async_tp: GPU {own} does not reach the memory of GPU {peer}", instead)
+
+
 @contextmanager
 def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
     """Join the process group, watch over it, and leave it when the block ends well.

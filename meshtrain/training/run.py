@@ -17,7 +17,14 @@ from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.runtime.process import Process, check_devices, check_number_format, lift_timeouts, run_process
+from meshtrain.runtime.process import (
+    Process,
+    check_devices,
+    check_number_format,
+    check_peer_memory,
+    lift_timeouts,
+    run_process,
+)
 from meshtrain.training.build import Run, build_run
 from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.evaluators import Evaluator
@@ -71,6 +78,8 @@ def train_run(
     with locked_run(config) as lock:
         resolved = resolve_run(config, world_size_from_environment())
         check_number_format(resolved.plan.precision.products)
+        if resolved.plan.tensor.async_tp:
+            check_peer_memory(resolved.plan.mesh.tp)
         before_joining(resolved)
         identity, dataset, num_steps = _prepare(resolved)
         for evaluator in evaluators:

@@ -63,6 +63,7 @@ def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
             # Inductor's generated code reorders sums. With aot_eager the same code is compiled, and
             # cut alike.
             "compile": CompilePlan(enabled=plan.compile.enabled, backend="aot_eager"),
+            "tensor": plan.tensor.model_copy(update={"async_tp": False}),
             "loss": LossPlan(chunk_tokens=min(plan.loss.chunk_tokens, CHUNK_TOKENS))
             if plan.loss.chunk_tokens != "auto"
             else plan.loss,

@@ -55,6 +55,7 @@ def _functions(torch: Any) -> dict[str, Any]:
         "_cuda_getDevice": torch._C._accelerator_getDeviceIndex,
         "_cuda_setDevice": torch._C._accelerator_setDeviceIndex,
         "_cuda_synchronize": lambda: None,
+        "_cuda_canDeviceAccessPeer": lambda index, peer: False,
         "_cuda_getCurrentStream": lambda index: _numbers(torch._C._accelerator_getStream(index)),
         "_cuda_getCurrentRawStream": lambda index: torch._C._accelerator_getStream(index).stream_id,
         "_cuda_getDefaultStream": lambda index: (0, index, 1),

@@ -191,6 +191,21 @@ def test_device_without_float8_is_refused(folders: Folder) -> None:
     )
 
 
+@cache
+def refused_async_tp(folder: Path) -> subprocess.CompletedProcess[str]:
+    async_tp = ("plan.tensor.async_tp=true", "plan.tensor.sequence_parallel=true", "plan.compile.enabled=true")
+    overrides = ("run_directory=more", "plan.mesh.tp=2", *async_tp)
+    return start(folder, "meshtrain", "train", "run.toml", *overrides, "--processes", "2", devices=2)
+
+
+def test_devices_that_do_not_reach_each_other_are_refused(folders: Folder) -> None:
+    trained(folders("pp"), 2, "plan.mesh.pp=2")
+    done = refused_async_tp(folders("pp"))
+    assert done.returncode == 2
+    message = "error: tensor.async_tp: GPU 0 does not reach the memory of GPU 1; leave tensor.async_tp out"
+    assert message in done.stderr.splitlines()
+
+
 def test_eight_devices_learn_as_one_process(folders: Folder) -> None:
     overrides = ("plan.mesh.pp=2", "plan.mesh.dp_shard=2", "plan.mesh.tp=2", "plan.tensor.sequence_parallel=true")
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
@@ -286,6 +301,7 @@ def test_every_place_that_names_cuda_was_executed(folders: Folder) -> None:
     trained(folders("offload"), 2, "plan.mesh.dp_shard=2", "plan.shard.offload=cpu")
     refused(folders("pp"))
     refused_float8(folders("pp"))
+    refused_async_tp(folders("pp"))
     generated(folders("pp"))
     folder_of = {
         "own_loop": "own_loop",

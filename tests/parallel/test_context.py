@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -262,16 +261,6 @@ def test_bytes_of_both_methods_are_counted() -> None:
     bytes_of = {it: context_bytes(plan, meta_model("gpt2"), BATCH, it) for it in ("ulysses", "all_gather")}
     assert bytes_of == {"ulysses": 4 * 12 * 3 // 4 * 64 * 4 * 16, "all_gather": 2 * 12 * 3 * 64 * 4 * 16}
     assert context_bytes(plan, meta_model("deepseek_v3"), BATCH, "ulysses") is None
-
-
-def test_a_program_is_refused() -> None:
-    with pytest.raises(PlanError) as caught:
-        meshtrain.parallelize(meta_model("gpt2"), {"mesh": {"cp": 2}})
-    assert caught.value.lines == (
-        "mesh.cp = 2: a program passes full sequences and gets full logits, and context parallelism has parts of both; "
-        "train it by `meshtrain train` or meshtrain.train, or use cp = 1",
-    )
-    assert not dist.is_initialized()
 
 
 def test_segments_in_a_program_are_refused() -> None:

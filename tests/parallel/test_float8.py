@@ -137,10 +137,10 @@ def plan_of(model_type: str, precision: dict[str, Any] = FLOAT8, **tables: Any) 
     return with_family(plan, model_type)
 
 
-def resolved(model: ModelConfig, plan: ParallelPlan) -> tuple[ParallelPlan, Any]:
+def resolved(model: ModelConfig, plan: ParallelPlan, *, rows: int = 8) -> tuple[ParallelPlan, Any]:
     """Return the resolved plan of a model, and the model."""
     meta = build_meta_model(load_hf_config(model), dtype=torch.float32)
-    return resolve_plan(plan, meta, BatchShape(8, 2, 16), plan.mesh.fixed_degree), meta
+    return resolve_plan(plan, meta, BatchShape(rows, 2, 16), plan.mesh.fixed_degree), meta
 
 
 def test_first_and_last_layer_stay_in_bfloat16_by_default() -> None:

@@ -117,6 +117,10 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "pp x tp": {"mesh": {"pp": 2, "tp": 2, "dp_shard": 1}},
     "fsdp, float8": {"mesh": {"dp_shard": 2}, "precision": {"compute": "float8", "float8": {"skip": []}}},
+    "fsdp, gathered in float8": {
+        "mesh": {"dp_shard": 2},
+        "precision": {"compute": "float8", "float8": {"skip": [], "recipe": "tensorwise"}},
+    },
     "fsdp, mxfp8": {"mesh": {"dp_shard": 2}, "precision": {"compute": "float8", "float8": {"recipe": "mxfp8"}}},
     "pp x tp, float8, selective": {
         "mesh": {"pp": 2, "tp": 2, "dp_shard": 1},

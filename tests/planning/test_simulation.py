@@ -89,7 +89,9 @@ def test_simulated_chunks_of_the_head_need_what_real_ones_need(mesh: dict[str, i
 SMALL = {**MODELS["llama"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
-@pytest.mark.parametrize("plan", ["fsdp, float8", "fsdp, mxfp8", "pp x tp, float8, selective"])
+@pytest.mark.parametrize(
+    "plan", ["fsdp, float8", "fsdp, gathered in float8", "fsdp, mxfp8", "pp x tp, float8, selective"]
+)
 def test_simulated_float8_needs_what_real_float8_needs(plan: str) -> None:
     assert abs(compare_run(make_run("llama", PLANS[plan], microbatches=2, values=SMALL))) <= NEAR
 

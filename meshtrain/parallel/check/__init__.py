@@ -29,6 +29,7 @@ from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
+from meshtrain.parallel.check.async_tp import check_async_tp
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.context import check_context, resolve_context
 from meshtrain.parallel.check.documents import check_documents, resolve_documents
@@ -170,6 +171,7 @@ CHECKS: tuple[Check, ...] = (
     check_context,
     check_documents,
     check_tensor,
+    check_async_tp,
     check_experts,
     check_float8,
     check_pipeline,

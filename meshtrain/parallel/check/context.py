@@ -105,11 +105,15 @@ def _heads_of_process(plan: ParallelPlan, model: PreTrainedModel) -> Heads | Non
     return Heads(heads.queries // tp, heads.keys // tp)
 
 
-def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
+def length_unit(plan: ParallelPlan) -> int:
+    """Return the number that divides the length of every sequence, in tokens."""
     order = "contiguous" if plan.context.order == "auto" else plan.context.order
     unit = Columns(order, plan.mesh.cp).unit
-    if plan.tensor.sequence_parallel:
-        unit = lcm(unit, plan.mesh.cp * plan.mesh.tp)
+    return lcm(unit, plan.mesh.cp * plan.mesh.tp) if plan.tensor.sequence_parallel else unit
+
+
+def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    unit = length_unit(plan)
     lengths = {"sequence_length": batch.sequence_length, "pad_to_multiple_of": batch.width_multiple}
     for key, length in lengths.items():
         if length is not None and length % unit:

@@ -1,6 +1,7 @@
 """Matrix products of linear layers in float8.
 
 Modules:
+    gather: weights that FSDP2 gathers in float8.
     layers: which linear layers of a model compute in float8, and why others do not.
     product: the product, forward and backward.
 
@@ -12,7 +13,7 @@ from collections.abc import Collection
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.nn import mix_in
@@ -22,25 +23,31 @@ from meshtrain.parallel.float8.product import RECIPES, Recipe, float8_linear
 from meshtrain.parallel.tensor.modules import Product, ShardedConv1D, ShardedLinear
 
 
-def apply_float8(stage: Stage, layers: Collection[str], recipe: Float8Recipe) -> None:
+def apply_float8(stage: Stage, layers: Collection[str], recipe: Float8Recipe) -> list[nn.Module]:
     """Let linear layers of a stage compute in float8, in place.
 
     Args:
         stage: already cut by tensor parallelism, and without adapters.
         layers: names of the linear layers of the full model that do.
         recipe: of the plan.
+
+    Returns:
+        The layers of this stage that do.
     """
+    changed = []
     modules = dict(stage.model.named_modules())
     for name in layers:
         module = modules.get(name)
         if module is None or not any(True for _ in module.parameters(recurse=False)):
             # It is on another stage.
             continue
+        changed.append(module)
         product = _product(recipe, is_transposed=isinstance(module, Conv1D))
         if isinstance(module, ShardedLinear | ShardedConv1D):
             module.product = product
         else:
             mix_in(module, _InFloat8, product=_static(product))
+    return changed
 
 
 @cache

@@ -139,10 +139,18 @@ def _cast(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> _Scaled:
     rows = matrix.reshape(matrix.shape[0], -1, BLOCK) if is_by_block else matrix
     sizes = rows.abs()
     largest = (sizes.amax() if recipe.scaling is ScalingType.TensorWise else sizes.amax(-1, keepdim=True)).float()
-    factors = _power_of_two(torch.finfo(dtype).max / largest.clamp(min=SMALLEST))
+    factors = scale_for(largest, dtype)
     values = (rows * factors.to(matrix.dtype)).to(dtype).contiguous().view(matrix.shape)
     scales = factors.reciprocal()
     return _Scaled(values, scales.squeeze(-1) if is_by_block else scales)
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors that bring the largest absolute values, float32, near the end of a format.
+
+    Each is a power of two.
+    """
+    return _power_of_two(torch.finfo(dtype).max / largest.clamp(min=SMALLEST))
 
 
 def _power_of_two(numbers: Tensor) -> Tensor:

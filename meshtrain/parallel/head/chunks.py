@@ -16,9 +16,11 @@ from meshtrain.compat.nn import mix_in, parameter_table
 from meshtrain.compat.transformers import loss_replaced
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.errors import ModelError
+from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.probe import no_router_logits
 from meshtrain.parallel.cut.stubs import Channel
 from meshtrain.parallel.head.gradients import sum_over_chunks
+from meshtrain.parallel.targets import next_tokens
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
@@ -39,6 +41,8 @@ class ChunkedHead:
         channel: of the stage, which counts the calls of its parts.
         stock_loss: whether the loss of a pass is that of the class. Otherwise it is
             `loss_function`.
+        context: what this process does with its part of the sequences, if a pass with the loss of
+            the class gets full ones.
 
     Attributes:
         loss_function: of the present step.
@@ -47,9 +51,16 @@ class ChunkedHead:
     loss_function: LossFunction
 
     def __init__(
-        self, model: PreTrainedModel, base: str, chunk_tokens: int, channel: Channel, *, stock_loss: bool
+        self,
+        model: PreTrainedModel,
+        base: str,
+        chunk_tokens: int,
+        channel: Channel,
+        *,
+        stock_loss: bool,
+        context: ContextParallel | None = None,
     ) -> None:
-        self._model, self._chunk_tokens, self._channel = model, chunk_tokens, channel
+        self._model, self._chunk_tokens, self._channel, self._context = model, chunk_tokens, channel, context
         self._forward = type(model).forward
         self._names = [*signature(self._forward).parameters][1:]
         self._is_open = False
@@ -131,16 +142,14 @@ class ChunkedHead:
 
         The other arguments are those of `stock`. Without any label that counts the loss is 0.
         """
-        if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != ignore_index).sum().clamp(min=1)
-        shared = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-        return self._summed(
+        targets, number = next_tokens(labels, shift_labels, num_items_in_batch, ignore_index)
+        shared = {"vocab_size": vocab_size, "num_items_in_batch": number, "ignore_index": ignore_index}
+        loss = self._summed(
             logits,
-            shift_labels,
+            targets if self._context is None else self._context.own(targets),
             lambda logits, targets: stock(logits, labels=targets, shift_labels=targets, **shared, **kwargs),
         )
+        return loss if self._context is None else self._context.summed(loss)
 
     def _summed(self, logits: Tensor, labels: Tensor, loss_function: LossFunction) -> Tensor:
         """Return the sum of the loss over chunks.
