@@ -1,6 +1,8 @@
 """The run file: everything that is not the plan."""
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -276,15 +278,16 @@ class RunConfig(Settings):
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
 
-    def kept_bytes(self, parameter: int, *, of_matrix: bool) -> int:
-        """Return the bytes that are kept between steps for a number of a parameter, besides it.
+    def kept_bytes(self, width: int, shape: Sequence[int], *, of_matrix: bool) -> int:
+        """Return the bytes that are kept between steps for a part of a parameter, besides it.
 
         Args:
-            parameter: bytes of the number itself.
+            width: bytes of a number of the parameter.
+            shape: of the part.
             of_matrix: whether it belongs to a matrix of the layers.
         """
-        of_average = self.ema.bytes_per_number(parameter)
-        return self.optimizer.state_bytes(parameter, of_matrix=of_matrix) + of_average
+        of_average = self.ema.bytes_per_number(width) * math.prod(shape)
+        return self.optimizer.state_bytes(width, shape, of_matrix=of_matrix) + of_average
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -95,8 +95,8 @@ def account(
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
-            bytes that are kept for it between steps, besides the number.
+        kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
+            matrix of the layers -> bytes that are kept for the part between steps, besides it.
         adapters: LoRA layers that were taken off the model. They are not changed.
     """
     full = copy.deepcopy(model)
@@ -195,10 +195,11 @@ class _Held(NamedTuple):
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Callable[..., int]) -> StageShare:
     experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
     parameters = {**held.own, **held.of_adapters}
-    local = {
-        name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
+    shapes = {
+        name: _local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts)
         for name, parameter in parameters.items()
     }
+    local = {name: math.prod(shape) for name, shape in shapes.items()}
     # Adapters have a number format of their own.
     width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
     widths = {name: held.of_adapters[name].itemsize if name in held.of_adapters else width for name in parameters}
@@ -215,7 +216,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         num_local_parameters=sum(local.values()),
         parameter_bytes=sum(local[name] * widths[name] for name in parameters),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
-        optimizer_bytes=sum(local[name] * kept(widths[name], of_matrix=name in matrices) for name in trained),
+        optimizer_bytes=sum(kept(widths[name], shapes[name], of_matrix=name in matrices) for name in trained),
     )
 
 
