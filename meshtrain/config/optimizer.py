@@ -22,7 +22,7 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-OptimizerName = Literal["adafactor", "adamw", "lion", "muon", "sgd"]
+OptimizerName = Literal["adafactor", "adamw", "adamw-schedule-free", "lion", "muon", "sgd"]
 OptimizerState = Literal["parameters", "bfloat16"]
 AdjustedLearningRate = Literal["match_rms_adamw", "original"]
 LearningRate = Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)]
@@ -53,6 +53,7 @@ class OptimizerKind(NamedTuple):
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adafactor": OptimizerKind("Adafactor", 1, ("beta1", "beta2", "epsilon", "state")),
     "adamw": OptimizerKind("AdamW", 2),
+    "adamw-schedule-free": OptimizerKind("ScheduleFreeAdamW", 2, ("state",)),
     "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
     "muon": OptimizerKind("Muon", 2, ("state",), num_matrix_states=1),
     "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state")),
@@ -91,10 +92,11 @@ class OptimizerConfig(Settings):
     """The optimizer."""
 
     name: OptimizerName = "adamw"
-    """`adamw`; `adafactor`, which keeps one number for each row and column of a matrix; `lion`,
-    which keeps one number for each parameter where AdamW keeps two, and needs a learning rate about
-    a fifth as high; `muon` for the matrices of the layers, with `adamw` for all other parameters;
-    or `sgd` with momentum, which keeps one."""
+    """`adamw`; `adafactor`, which keeps one number for each row and column of a matrix;
+    `adamw-schedule-free`, whose learning rate stays the same, and which evaluates and saves an
+    average of the weights; `lion`, which keeps one number for each parameter where AdamW keeps two,
+    and needs a learning rate about a fifth as high; `muon` for the matrices of the layers, with
+    `adamw` for all other parameters; or `sgd` with momentum, which keeps one."""
     learning_rate: LearningRate = 3e-4
     """Highest learning rate; `[learning_rate]` defines how it changes over the run. `muon`: that of
     the matrices. `adafactor`: relative to the size of a parameter, so that 0.01 is usual."""
@@ -102,7 +104,7 @@ class OptimizerConfig(Settings):
     """`muon`: highest learning rate of all other parameters. Left out: `learning_rate`."""
     beta1: Fraction = 0.9
     """Decay rate of the mean of the gradients. `lion`: weight of the moment in a step. `sgd`:
-    momentum."""
+    momentum. `adamw-schedule-free`: weight of the average in the weights that are trained."""
     beta2: Fraction = 0.95
     """Decay rate of the mean of the squared gradients. `lion`: decay rate of the moment."""
     epsilon: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1e-8
@@ -138,7 +140,16 @@ class OptimizerConfig(Settings):
         for key in (*OPTIMIZERS[self.name].unread, *of_others):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"`{key}` is not read by the optimizer {self.name!r}", "leave it out")
+        if self.averages_weights and self.beta1 == 0:
+            raise ConfigError(
+                f"`beta1` = 0 keeps no average of the weights, which is the result of {self.name!r}", "raise it"
+            )
         return self
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the result is an average of the weights."""
+        return self.name == "adamw-schedule-free"
 
     @property
     def takes_whole_matrices(self) -> bool:

@@ -307,6 +307,22 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _one_average(self) -> Self:
+        if not self.optimizer.averages_weights:
+            return self
+        name, schedule = self.optimizer.name, self.learning_rate.name
+        if schedule not in ("constant", "constant_with_warmup"):
+            raise ConfigError(
+                f"`learning_rate.name` = {schedule!r}, and the optimizer {name!r} replaces a schedule by its average",
+                'set `learning_rate.name` = "constant_with_warmup" and `learning_rate.warmup_steps`',
+            )
+        if self.ema.decay is not None:
+            raise ConfigError(
+                f"`ema.decay` averages the weights, as the optimizer {name!r} does itself", "leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_of_weights(self) -> Self:
         if self.lora.rank is None:
             return self

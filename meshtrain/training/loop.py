@@ -24,6 +24,7 @@ from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING
 from meshtrain.training.metrics import memory_bytes
 from meshtrain.training.run_checkpoints import finish_saving, notify_of_saved, rewind, save
+from meshtrain.training.schedule_free import weights_of_result
 from meshtrain.training.step import StepResult, evaluate, train_step
 
 
@@ -288,7 +289,8 @@ def _is_due(run: Run, every: int | None) -> bool:
 def _evaluate(run: Run) -> float:
     run.pipeline.activity.begin("evaluation")
     begin = time.perf_counter()
-    found = _evaluate_sources(run)
+    with weights_of_result(run.context.optimizer):
+        found = _evaluate_sources(run)
     loss = _mean_over_sources(found)
     if not math.isfinite(loss):
         raise TrainingStopped(
@@ -310,7 +312,8 @@ def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.pipeline.activity.begin("evaluation")
     # Long texts change dynamic rotary frequencies.
     grown = run.pipeline.rotary_length.grown()
-    found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
+    with weights_of_result(run.context.optimizer):
+        found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
     run.pipeline.rotary_length.restore(grown)
     run.hooks.scores(found.metrics, found.note)
 

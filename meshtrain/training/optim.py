@@ -23,6 +23,7 @@ from meshtrain.training.matrix_exchange import MatrixExchange
 from meshtrain.training.muon import Muon
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
+from meshtrain.training.schedule_free import ScheduleFreeAdamW
 from meshtrain.training.sharded_sums import ShardedSums
 
 # Keys that transformers.get_scheduler would ignore silently.
@@ -100,6 +101,8 @@ def optimizer_over(
         own = {"beta2_decay": config.beta2_decay, "clipping_threshold": config.clipping_threshold}
         return Adafactor(groups, sums, lr=config.learning_rate, weight_decay=config.weight_decay, **own)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
+    if config.name == "adamw-schedule-free":
+        return ScheduleFreeAdamW(groups, weight_decay=config.weight_decay, **options)
     if config.name == "muon":
         options |= {"muon_momentum": config.muon_momentum, "adjust_lr_fn": config.adjust_lr_fn}
         return Muon(groups, MatrixExchange(matrices, mesh), weight_decay=config.weight_decay, **options)

@@ -2,7 +2,8 @@
 
 So it can be restored on any mesh. A parameter that never had a gradient has no state, and none is
 made up for it. An optimizer whose class has `reduced_states` keeps states with one number for each
-row or column: their names -> the dimension that has size 1.
+row or column: their names -> the dimension that has size 1. `scalar_states` names states of one
+number, besides `step`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,8 @@ class LoadedState:
         saved: SavedOptimizer | None,
     ) -> None:
         self._optimizer = optimizer
-        self._scalars = ("step",) if saved is None else saved.scalars
+        of_run = ("step", *getattr(optimizer, "scalar_states", ()))
+        self._scalars = of_run if saved is None else saved.scalars
         self._numbers = () if saved is None else saved.numbers
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.tensors: list[dict[str, Tensor]] = []

@@ -22,6 +22,7 @@ from meshtrain.training.build import Run
 from meshtrain.training.directory import changed_length, checkpoints_root
 from meshtrain.training.history import BadStep, name_samples
 from meshtrain.training.identity import Identity
+from meshtrain.training.schedule_free import weights_of_result
 from meshtrain.training.state import load_weights_of, restore_snapshot, take_snapshot
 
 Found = tuple[Location, Manifest]
@@ -88,6 +89,18 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     run.saver.finish()
     notify_of_saved(run)
     run.lock.check()
+    with weights_of_result(run.context.optimizer):
+        _begin_to_save(run, step, evaluation_loss)
+    metrics = {"checkpoint_seconds": time.perf_counter() - begin}
+    if run.config.checkpoint.in_background:
+        run.hooks.checkpoint(metrics, None)
+    else:
+        (saved,) = run.saver.published()
+        run.hooks.checkpoint(metrics, saved)
+
+
+def _begin_to_save(run: Run, step: int, evaluation_loss: float | None) -> None:
+    """Write a checkpoint, or copy what is written in the background."""
     tensors, manifest = take_snapshot(run.pipeline, run.state, run.average)
     history = run.context.history
     own = {
@@ -100,12 +113,6 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
     run.saver.save(tensors, manifest, run.identity.write_huggingface)
-    metrics = {"checkpoint_seconds": time.perf_counter() - begin}
-    if run.config.checkpoint.in_background:
-        run.hooks.checkpoint(metrics, None)
-    else:
-        (saved,) = run.saver.published()
-        run.hooks.checkpoint(metrics, saved)
 
 
 def finish_saving(run: Run) -> None:

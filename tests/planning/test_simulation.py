@@ -112,6 +112,7 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     [
         ("adafactor", "fsdp"),
         ("adafactor", "tp"),
+        ("adamw-schedule-free", "fsdp"),
         ("lion", "fsdp"),
         ("sgd", "fsdp"),
         ("muon", "fsdp"),

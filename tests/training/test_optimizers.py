@@ -70,6 +70,9 @@ CONFIGS = {
     ),
     "sgd": OptimizerConfig(name="sgd", learning_rate=1e-1, **SHARED),
     "adafactor": OptimizerConfig(name="adafactor", learning_rate=1e-2, groups=GROUPS, **SHARED),
+    "adamw-schedule-free": OptimizerConfig(
+        name="adamw-schedule-free", learning_rate=1e-3, epsilon=1e-4, groups=GROUPS, **SHARED
+    ),
 }
 CASES = {
     1: [Case("llama-untied", (1, 1, 1, 1))],
@@ -96,6 +99,25 @@ class PlainLion(Optimizer):
                 update = (first * moment + (1 - first) * x.grad).sign()
                 x -= group["lr"] * (update + group["weight_decay"] * x)
                 self.state[x]["m"] = second * moment + (1 - second) * x.grad
+
+
+class PlainScheduleFree(Optimizer):
+    """The formulas of the paper, with x, y and z."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for y in group["params"]:
+                state, rate, (first, second) = self.state[y], group["lr"], group["betas"]
+                x, z, v = (state.get(name, start) for name, start in (("x", y), ("z", y), ("v", torch.zeros_like(y))))
+                step, total = state.get("step", 0) + 1, state.get("total", 0.0) + rate**2
+                v = second * v + (1 - second) * y.grad**2
+                direction = y.grad / ((v / (1 - second**step)).sqrt() + group["eps"])
+                z = z - rate * (direction + group["weight_decay"] * y)
+                share = rate**2 / total if total else 0.0
+                x = (1 - share) * x + share * z
+                y.copy_((1 - first) * z + first * x)
+                self.state[y] = {"x": x, "z": z, "v": v, "step": step, "total": total}
 
 
 class Both:
@@ -138,6 +160,8 @@ def plain_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     betas = config.beta1, config.beta2
     if config.name == "lion":
         return PlainLion(groups, {"betas": betas})
+    if config.name == "adamw-schedule-free":
+        return PlainScheduleFree(groups, {"betas": betas, "eps": config.epsilon})
     adamw = AdamW(groups, betas=betas, eps=config.epsilon)
     return Both(torch_muon(of_matrices, config), adamw) if config.name == "muon" else adamw
 
@@ -194,7 +218,7 @@ def test_parameter_may_get_its_first_gradient_later(name: str) -> None:
     assert second.detach().lt(1).all()
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw-schedule-free", "lion", "muon", "sgd"])
 def test_run_resumes_on_other_meshes(name: OptimizerName, tmp_path: Path) -> None:
     group = GroupConfig(parameters=["model.layers.*.mlp"], learning_rate=1e-4)
     optimizer = OptimizerConfig(name=name, learning_rate=1e-3, groups=[group])
@@ -386,6 +410,7 @@ def test_muon_takes_the_steps_of_torch(adjust_lr_fn: AdjustedLearningRate) -> No
     [
         (OptimizerConfig(name="adafactor"), "layers.0", 8 / 15),
         (OptimizerConfig(), "layers.0", 2),
+        (OptimizerConfig(name="adamw-schedule-free"), "layers.0", 2),
         (OptimizerConfig(name="lion"), "layers.0", 1),
         (OptimizerConfig(name="muon"), "layers.0", 1),
         (OptimizerConfig(name="muon"), "lm_head", 2),
@@ -433,6 +458,10 @@ def test_check_counts_what_a_matrix_keeps(name: OptimizerName) -> None:
         ({"name": "muon", "state": "bfloat16"}, "`state` is not read by the optimizer 'muon'; leave it out"),
         ({"name": "adafactor", "beta1": 0.8}, "`beta1` is not read by the optimizer 'adafactor'; leave it out"),
         ({"beta2_decay": -0.5}, "`beta2_decay` is not read by the optimizer 'adamw'; leave it out"),
+        (
+            {"name": "adamw-schedule-free", "beta1": 0.0},
+            "`beta1` = 0 keeps no average of the weights, which is the result of 'adamw-schedule-free'; raise it",
+        ),
         ({"muon_momentum": 0.9}, "`muon_momentum` is not read by the optimizer 'adamw'; leave it out"),
         (
             {"name": "lion", "adamw_learning_rate": 1e-3},
