@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.config.data import DataConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
@@ -154,6 +155,9 @@ class LoggingConfig(Settings):
     layer_norms: bool = False
     """Also write the gradient norm of each layer, and of each module outside of layers, as
     `grad_norm/NAME`."""
+    noise_scale_every: Count | None = None
+    """Number of steps between measurements of the noise scale of the gradients, which says how many
+    sequences a batch needs. Each one computes a part of the batch once more. Left out: none."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
@@ -254,6 +258,7 @@ class RunConfig(Settings):
     micro_batch_size: Count = 1
     """Number of sequences that pass through the model at once. Gradient accumulation follows
     from it and is printed."""
+    batch_ramp: BatchRampConfig = NO_RAMP
     model: ModelConfig
     data: DataConfig = DataConfig()
     lora: LoraConfig = NO_LORA
@@ -294,6 +299,19 @@ class RunConfig(Settings):
         if (self.steps is None) == (self.epochs is None):
             found = "neither `steps` nor `epochs` is set" if self.steps is None else "`steps` and `epochs` are both set"
             raise ConfigError(found, "set one")
+        return self
+
+    @model_validator(mode="after")
+    def _ramp_to_the_batch(self) -> Self:
+        if problem := self.batch_ramp.problem_with(self.global_batch_size):
+            raise problem
+        if self.batch_ramp.first is not None:
+            for key, value in (("epochs", self.epochs), ("data.group_by_length", self.data.group_by_length)):
+                if value is not None:
+                    raise ConfigError(
+                        f"`{key}` = {value} counts steps of one size, and `batch_ramp` has several",
+                        f"leave out one of them{' and set `steps`' if key == 'epochs' else ''}",
+                    )
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from meshtrain.training.identity import Identity
 from meshtrain.training.lock import RunLock
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.noise_scale import NoiseScale
 from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.own_loss import build_own_loss
@@ -171,5 +172,6 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         loss_scale=build_loss_scale(plan.precision),
         history=StepHistory(config.bad_steps),
         layer_norms=layers_of(pipeline) if config.logging.layer_norms else NO_LAYERS,
+        noise_scale=NoiseScale(config.logging.noise_scale_every),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )

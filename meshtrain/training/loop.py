@@ -213,19 +213,21 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     """
     data_seconds, seconds = times
     width = batch.tensors["labels"].shape[1]
-    tokens_per_step = run.config.global_batch_size * width
+    num_tokens = len(batch.sample_ids) * width
     return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
         **result.terms,
         "grad_norm": result.gradient_norm,
         **{f"grad_norm/{name}": norm for name, norm in result.layer_norms.items()},
+        **result.noise,
         "learning_rate": result.learning_rate,
+        **({"batch_size": len(batch.sample_ids)} if run.config.batch_ramp.first is not None else {}),
         # Padded batches differ in width, so the number of tokens does not follow from the step.
-        **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
+        **({"tokens": batch.num_samples * width} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
-        "tokens_per_second": tokens_per_step / seconds,
-        "teraflops_per_second": run.flops_per_token(width) * tokens_per_step / seconds / dist.get_world_size() / 1e12,
+        "tokens_per_second": num_tokens / seconds,
+        "teraflops_per_second": run.flops_per_token(width) * num_tokens / seconds / dist.get_world_size() / 1e12,
         "memory_bytes": memory,
         "seconds": seconds,
         "data_seconds": data_seconds,

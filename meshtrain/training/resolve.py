@@ -31,6 +31,7 @@ from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.noise_scale import check_noise_scale
 from meshtrain.training.optim import build_learning_rate
 from meshtrain.training.parameter_groups import freeze, group_problems
 
@@ -103,6 +104,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         config.micro_batch_size,
         data.sequence_length,
         data.pad_to_multiple_of,
+        tuple(config.batch_ramp.sizes(config.global_batch_size)),
         separates=data.documents == "separate",
     )
     half = _find_half(hf_config)
@@ -115,6 +117,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     check_adapters_of(model, adapters, plan)
+    if config.logging.noise_scale_every is not None:
+        check_noise_scale(plan, batch)
     return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
 
 

@@ -107,6 +107,7 @@ def _begin_to_save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "skipped_steps": history.num_skipped,
         "loss_scale": run.context.loss_scale.saved(),
         "history": history.saved(),
+        "noise": run.context.noise_scale.saved(),
         "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
         "evaluation_loss": evaluation_loss,
         "base": run.base.saved(),
@@ -167,6 +168,7 @@ def rewind(run: Run, bad: BadStep) -> None:
 def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     restore_snapshot(checkpoint, manifest, run.pipeline, run.state, average=run.average)
     run.context.loss_scale.restore(manifest.loss_scale)
+    run.context.noise_scale.restore(manifest.noise)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
     run.dataset.restore_streams(manifest.streams)

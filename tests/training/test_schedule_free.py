@@ -26,7 +26,9 @@ ONE: Mesh = (1, 1, 1, 1)
 OPTIMIZER = OptimizerConfig(name="adamw-schedule-free", learning_rate=1e-2, beta1=0.8, epsilon=1e-4)
 
 
-def schedule_free(directory: Path, mesh: Mesh = ONE, *, model: ModelConfig = MODELS["qwen3"], **changes: Any) -> RunConfig:
+def schedule_free(
+    directory: Path, mesh: Mesh = ONE, *, model: ModelConfig = MODELS["qwen3"], **changes: Any
+) -> RunConfig:
     rate = LearningRateConfig(name="constant_with_warmup", warmup_steps=2)
     settings = {"optimizer": OPTIMIZER, "learning_rate": rate, "steps": 4, **changes}
     run = build_run(directory, "qwen3", build_plan(mesh), **settings)

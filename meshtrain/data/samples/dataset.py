@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.data.prepare import PreparedData, PreparedSource
 from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
 from meshtrain.data.samples.order import GroupedOrder, Order, SampleOrder
+from meshtrain.data.samples.ramp import RampedOrder
 from meshtrain.data.samples.rows import MixedSamples, PackedSamples, PaddedSamples, Samples
 from meshtrain.data.samples.stream import StreamForm, StreamSamples
 from meshtrain.data.samples.stream_rows import StreamReader
@@ -35,7 +37,7 @@ class Dataset:
         counts = self.order.samples_before(data_step)
         # The order of a single source does not count samples.
         return {
-            name: stream.cursor(counts.get(name, data_step * self.order.global_batch_size))
+            name: stream.cursor(counts.get(name, self.order.num_samples_before(data_step)))
             for name, stream in self.streams.items()
         }
 
@@ -63,8 +65,16 @@ class Dataset:
         )
 
 
-def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Dataset:
+def build_dataset(
+    prepared: PreparedData, *, global_batch_size: int, seed: int, ramp: BatchRampConfig = NO_RAMP
+) -> Dataset:
     """Build the dataset of a run.
+
+    Args:
+        prepared: the data.
+        global_batch_size: samples in one step, over all processes.
+        seed: decides the order.
+        ramp: smaller batches of the first steps.
 
     Raises:
         DataError: if there is too little of it, or the share of a source is too small.
@@ -72,7 +82,9 @@ def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) 
     check_enough(prepared, global_batch_size)
     parts = {source.name: _train_samples(prepared, source, seed) for source in prepared.sources}
     samples = _join_samples(list(parts.values()))
-    order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
+    order = _order(prepared, parts, global_batch_size=ramp.unit(global_batch_size), seed=seed)
+    if ramp.first is not None:
+        order = RampedOrder(order, ramp.batches(global_batch_size), global_batch_size)
     if prepared.config.group_by_length is not None:
         order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
     validation = {}
