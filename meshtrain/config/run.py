@@ -12,7 +12,7 @@ from meshtrain.config.data import DataConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
-from meshtrain.config.objective import ObjectiveConfig
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -337,6 +337,15 @@ class RunConfig(Settings):
         if self.ema.decay is not None:
             raise ConfigError(
                 f"`ema.decay` averages the weights, as the optimizer {name!r} does itself", "leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_the_cross_entropy(self) -> Self:
+        if self.data.has_weights and self.objective != STOCK_OBJECTIVE:
+            raise ConfigError(
+                "`objective` changes the loss, and weights (`weight_key` in `data`) are those of the cross-entropy",
+                "leave out one of them",
             )
         return self
 

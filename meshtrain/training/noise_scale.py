@@ -17,7 +17,7 @@ from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import all_reduce_over, data_rank
 from meshtrain.training.gradients import fill_gradients, finish_gradients, gradient_norm
-from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss import TokenLoss
 
 DECAY = 0.95
 """Part of the averages that stays at a measurement."""
@@ -67,8 +67,8 @@ class NoiseScale:
         if data_rank(pipeline.mesh):
             small["labels"] = torch.full_like(small["labels"], IGNORE_INDEX)
         pipeline.streams.begin_step(step)
-        num_tokens = all_reduce_over(count_trained_tokens(small["labels"]), pipeline.mesh, DATA_AXES)
-        pipeline.forward_backward(small, loss.mean_over(num_tokens, scale=loss_scale), loss_scale=loss_scale)
+        counted = all_reduce_over(loss.counted(small["labels"]), pipeline.mesh, DATA_AXES)
+        pipeline.forward_backward(small, loss.mean_over(counted, scale=loss_scale), loss_scale=loss_scale)
         fill_gradients(pipeline)
         finish_gradients(pipeline)
         (norm,) = gradient_norm(pipeline)
@@ -76,7 +76,7 @@ class NoiseScale:
         pipeline.expert_use.totals()
         for _, parameter in pipeline.named_parameters():
             parameter.grad = None
-        return norm / loss_scale, num_tokens.to(norm)
+        return norm / loss_scale, loss.num_tokens(counted).to(norm)
 
     def add(self, small: Sequence[float], norm: float, num_tokens: int, num_sequences: int) -> dict[str, float]:
         """Take a measurement into the averages, and return the metrics.

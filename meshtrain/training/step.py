@@ -233,10 +233,10 @@ def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tens
     context.optimizer.zero_grad()
     small = context.noise_scale.of_small_batch(pipeline, context.loss, step, batch, loss_scale=scale)
     pipeline.streams.begin_step(step)
-    num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
-    mean_loss = context.loss.mean_over(num_tokens, scale=scale)
+    counted = all_reduce_over(context.loss.counted(batch["labels"]), pipeline.mesh, DATA_AXES)
+    mean_loss = context.loss.mean_over(counted, scale=scale)
     loss = pipeline.forward_backward(batch, mean_loss, loss_scale=scale)
-    return _Computed(loss, num_tokens, mean_loss.terms(), small)
+    return _Computed(loss, context.loss.num_tokens(counted), mean_loss.terms(), small)
 
 
 def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[str], Tensor, Tensor]:

@@ -156,7 +156,7 @@ def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_si
 
 def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) -> Samples:
     if isinstance(source.train, TokenFile):
-        return _cut_samples(prepared, source.train)
+        return _cut_samples(prepared, source.train, has_weights=prepared.config.has_weights)
     config, tokenizer = prepared.config, prepared.tokenizer
     stream_seed = f"{seed}/{source.name}"
     reader = StreamReader(source.train.corpus, source.train.task, tokenizer.end_id, config.shuffle, stream_seed)
@@ -176,13 +176,17 @@ def _join_samples(parts: list[Samples]) -> Samples:
     return parts[0] if len(parts) == 1 else MixedSamples(parts)
 
 
-def _cut_samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
+def _cut_samples(prepared: PreparedData, tokens: TokenFile, *, has_weights: bool = False) -> Samples:
     config, pad_id = prepared.config, prepared.tokenizer.pad_id
     if config.form == "padded":
         multiple = config.pad_to_multiple_of
-        return PaddedSamples(tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple)
+        return PaddedSamples(
+            tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple, has_weights=has_weights
+        )
     separate = config.documents == "separate"
-    return PackedSamples(tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate)
+    return PackedSamples(
+        tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate, has_weights=has_weights
+    )
 
 
 def _describe_shortage(
