@@ -68,6 +68,11 @@ def train(config: RunConfig, hooks: Iterable[Hook] = (), *, loss: LossFunction |
             "train: loss replaces the loss of the run, but its table [objective] is not empty",
             "leave one of them out",
         )
+    if loss is not None and config.data.has_weights:
+        raise ConfigError(
+            "train: loss replaces the loss of the run, but its data has weights (weight_key), which it would not get",
+            "leave one of them out",
+        )
     console.configure(rank=rank_from_environment())
     # Before the name of this process's GPU is asked for, which decides what is predicted.
     check_devices()

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
 from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
+from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerName
 from meshtrain.config.settings import Settings
@@ -47,6 +48,15 @@ class SavedHistory(Settings):
     """Losses of the latest good steps. The run recognizes a spike by them."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
+
+
+class SavedNoise(Settings):
+    """Averages of what is measured of the noise of gradients."""
+
+    variance: float = 0.0
+    """Variance of the gradient of one sequence, summed over all numbers."""
+    squared_norm: float = 0.0
+    """Squared norm of the true gradient."""
 
 
 class SavedGroup(Settings):
@@ -100,10 +110,14 @@ class Manifest(Settings):
     """Loss scale of a run in float16."""
     history: SavedHistory | None = None
     """History of a run that met bad steps or watches for spikes."""
+    noise: SavedNoise | None = None
+    """Noise of the gradients, of a run that measures it."""
     seed: int
     """Seed of the run. With the step, it determines the order of the data and every random draw."""
     global_batch_size: int
     """Sequences per optimizer step. With the step, it determines the position in the data."""
+    batch_ramp: BatchRampConfig = NO_RAMP
+    """Smaller batches of the first steps."""
     mesh: dict[str, int]
     """Axis -> degree of the mesh that saved the checkpoint. Any other mesh can load it."""
     plan_hash: str

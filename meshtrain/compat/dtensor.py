@@ -1,8 +1,10 @@
 """torch's DTensor: the layouts of FSDP2 over tensor parallelism, and local parts."""
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -55,6 +57,27 @@ def tensor_like(local: Tensor, like: DTensor) -> DTensor:
     Holds: torch 2.11 to 2.13.
     """
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def tensor_reduced_like(local: Tensor, like: DTensor, dim: int) -> DTensor:
+    """Return a DTensor over the memory of `local`: that of `like` with size 1 in one dimension.
+
+    A process has what its part of `like` was reduced to. So mesh axes that split this dimension
+    have copies.
+
+    Args:
+        local: has the shape of the local part of `like`, but for size 1 in the dimension.
+        like: a sharded tensor.
+        dim: that was reduced; may be negative.
+
+    Why: as for `tensor_like`, `DTensor.from_local` would move an offloaded tensor.
+    Holds: torch 2.11 to 2.13.
+    """
+    dim %= like.dim()
+    placements = tuple(Replicate() if split_dim(it) == dim else it for it in like.placements)
+    full = torch.empty([1 if at == dim else size for at, size in enumerate(like.shape)], device="meta")
+    meta = TensorMeta(full.shape, full.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, placements, meta), requires_grad=False)
 
 
 class ModuleStyle(ParallelStyle):

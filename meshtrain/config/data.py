@@ -60,6 +60,9 @@ class SourceConfig(Settings):
     """Key of a `completion` record that holds the prompt."""
     completion_key: str = "completion"
     """Key of a `completion` record that holds what follows the prompt."""
+    weight_key: str | None = None
+    """Key of a record that holds a number: how much each of its tokens counts in the training loss.
+    Left out: all tokens count the same."""
     streaming: bool = False
     """Read and tokenize during training, for data that is too large to tokenize first. Sources
     may then be URLs."""
@@ -70,6 +73,22 @@ class SourceConfig(Settings):
             raise ConfigError(
                 f'`prompt_key` and `completion_key` are both "{self.prompt_key}"', "name the two keys of a record"
             )
+        return self
+
+    @property
+    def keys_of_record(self) -> tuple[str, ...]:
+        """Return the settings that name what a record must have, besides its weight."""
+        return {"text": ("text_key",), "chat": ("messages_key",), "completion": ("prompt_key", "completion_key")}[
+            self.format
+        ]
+
+    @model_validator(mode="after")
+    def _weight_of_its_own(self) -> Self:
+        if self.weight_key is None:
+            return self
+        for name in self.keys_of_record:
+            if getattr(self, name) == self.weight_key:
+                raise ConfigError(f'`{name}` and `weight_key` are both "{self.weight_key}"', "name two keys")
         return self
 
 
@@ -141,6 +160,11 @@ class DataConfig(SourceConfig):
         settings = {name: getattr(self, name) for name in SourceConfig.model_fields}
         return {"data": MixedSourceConfig(**settings)}
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether any source has weights of its records."""
+        return any(source.weight_key is not None for source in self.named_sources.values())
+
     def key_of(self, source: str, key: str) -> str:
         """Return how a key of a source is written in a run file."""
         return f"data.sources.{source}.{key}" if self.sources else f"data.{key}"
@@ -191,6 +215,11 @@ class DataConfig(SourceConfig):
         for name, source in self.named_sources.items():
             if not source.streaming:
                 continue
+            if self.has_weights:
+                raise ConfigError(
+                    "`weight_key` is set, and samples of a source with `streaming` have no weights",
+                    "leave out one of them",
+                )
             key = self.key_of(name, "streaming").removeprefix("data.")
             if self.tokenizer.path is None:
                 raise ConfigError(

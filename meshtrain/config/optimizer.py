@@ -1,5 +1,7 @@
 """The tables [optimizer] and [learning_rate] of a run file."""
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -20,12 +22,15 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-OptimizerName = Literal["adamw", "lion", "muon", "sgd"]
+OptimizerName = Literal["adafactor", "adamw", "adamw-schedule-free", "lion", "muon", "sgd"]
 OptimizerState = Literal["parameters", "bfloat16"]
 AdjustedLearningRate = Literal["match_rms_adamw", "original"]
 LearningRate = Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)]
-# Keys that the optimizer of matrices reads alone.
-_OF_MUON = ("adamw_learning_rate", "muon_momentum", "adjust_lr_fn")
+# Keys that one optimizer reads alone.
+_OWN: dict[OptimizerName, tuple[str, ...]] = {
+    "adafactor": ("beta2_decay", "clipping_threshold"),
+    "muon": ("adamw_learning_rate", "muon_momentum", "adjust_lr_fn"),
+}
 
 
 class OptimizerKind(NamedTuple):
@@ -34,22 +39,24 @@ class OptimizerKind(NamedTuple):
     Attributes:
         class_name: of its class.
         num_states: how many numbers it keeps for each one of a parameter.
-        unread: keys of its table that it does not read.
+        unread: keys that it does not read, of those that several optimizers read.
         num_matrix_states: how many numbers it keeps for each one of a matrix of the layers; None:
             as for other parameters.
     """
 
     class_name: str
     num_states: int
-    unread: tuple[str, ...] = _OF_MUON
+    unread: tuple[str, ...] = ()
     num_matrix_states: int | None = None
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    "adafactor": OptimizerKind("Adafactor", 1, ("beta1", "beta2", "epsilon", "state")),
     "adamw": OptimizerKind("AdamW", 2),
-    "lion": OptimizerKind("Lion", 1, ("epsilon", "state", *_OF_MUON)),
+    "adamw-schedule-free": OptimizerKind("ScheduleFreeAdamW", 2, ("state",)),
+    "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
     "muon": OptimizerKind("Muon", 2, ("state",), num_matrix_states=1),
-    "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state", *_OF_MUON)),
+    "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state")),
 }
 
 
@@ -85,17 +92,19 @@ class OptimizerConfig(Settings):
     """The optimizer."""
 
     name: OptimizerName = "adamw"
-    """`adamw`; `lion`, which keeps one number for each parameter where AdamW keeps two, and needs a
-    learning rate about a fifth as high; `muon` for the matrices of the layers, with `adamw` for all
-    other parameters; or `sgd` with momentum, which keeps one."""
+    """`adamw`; `adafactor`, which keeps one number for each row and column of a matrix;
+    `adamw-schedule-free`, whose learning rate stays the same, and which evaluates and saves an
+    average of the weights; `lion`, which keeps one number for each parameter where AdamW keeps two,
+    and needs a learning rate about a fifth as high; `muon` for the matrices of the layers, with
+    `adamw` for all other parameters; or `sgd` with momentum, which keeps one."""
     learning_rate: LearningRate = 3e-4
     """Highest learning rate; `[learning_rate]` defines how it changes over the run. `muon`: that of
-    the matrices."""
+    the matrices. `adafactor`: relative to the size of a parameter, so that 0.01 is usual."""
     adamw_learning_rate: LearningRate | None = None
     """`muon`: highest learning rate of all other parameters. Left out: `learning_rate`."""
     beta1: Fraction = 0.9
     """Decay rate of the mean of the gradients. `lion`: weight of the moment in a step. `sgd`:
-    momentum."""
+    momentum. `adamw-schedule-free`: weight of the average in the weights that are trained."""
     beta2: Fraction = 0.95
     """Decay rate of the mean of the squared gradients. `lion`: decay rate of the moment."""
     epsilon: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1e-8
@@ -103,6 +112,12 @@ class OptimizerConfig(Settings):
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
     """Weight decay. It applies to matrices only, not to norms and biases. It is decoupled from the
     gradient, except under `sgd`, which adds it to the gradient."""
+    beta2_decay: Annotated[float, Field(ge=-1.0, lt=0.0, allow_inf_nan=False)] = -0.8
+    """`adafactor`: the mean of the squared gradients moves to the squares of step t by a part of
+    t to this power."""
+    clipping_threshold: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
+    """`adafactor`: largest root of the mean square of the update of a parameter, before the
+    learning rate; `d` of `torch.optim.Adafactor`."""
     muon_momentum: Fraction = 0.95
     """`muon`: decay rate of the mean of the gradients of a matrix."""
     adjust_lr_fn: AdjustedLearningRate = "match_rms_adamw"
@@ -121,21 +136,32 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _reads_all(self) -> Self:
-        for key in OPTIMIZERS[self.name].unread:
+        of_others = [key for name, keys in _OWN.items() if name != self.name for key in keys]
+        for key in (*OPTIMIZERS[self.name].unread, *of_others):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"`{key}` is not read by the optimizer {self.name!r}", "leave it out")
+        if self.averages_weights and self.beta1 == 0:
+            raise ConfigError(
+                f"`beta1` = 0 keeps no average of the weights, which is the result of {self.name!r}", "raise it"
+            )
         return self
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the result is an average of the weights."""
+        return self.name == "adamw-schedule-free"
 
     @property
     def takes_whole_matrices(self) -> bool:
         """Whether a matrix of the layers is updated as a whole, and not each number alone."""
         return OPTIMIZERS[self.name].num_matrix_states is not None
 
-    def state_bytes(self, parameter: int, *, of_matrix: bool) -> int:
-        """Return the bytes that the optimizer keeps for a number of a parameter.
+    def state_bytes(self, width: int, shape: Sequence[int], *, of_matrix: bool) -> int:
+        """Return the bytes that the optimizer keeps for a part of a parameter.
 
         Args:
-            parameter: bytes of the number itself.
+            width: bytes of a number of the parameter.
+            shape: of the part.
             of_matrix: whether it belongs to a matrix of the layers.
         """
         kind = OPTIMIZERS[self.name]
@@ -143,7 +169,11 @@ class OptimizerConfig(Settings):
         if of_matrix and kind.num_matrix_states is not None:
             number = kind.num_matrix_states
         has_state = self.name != "sgd" or self.beta1 > 0
-        return has_state * number * (parameter if self.state == "parameters" else 2)
+        size = math.prod(shape)
+        if self.name == "adafactor" and len(shape) > 1:
+            *stack, rows, columns = shape
+            size = math.prod(stack) * (rows + columns)
+        return has_state * number * size * (width if self.state == "parameters" else 2)
 
 
 STOCK_OPTIMIZER = OptimizerConfig()

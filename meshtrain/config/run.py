@@ -1,15 +1,18 @@
 """The run file: everything that is not the plan."""
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.config.data import DataConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
-from meshtrain.config.objective import ObjectiveConfig
+from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -152,6 +155,9 @@ class LoggingConfig(Settings):
     layer_norms: bool = False
     """Also write the gradient norm of each layer, and of each module outside of layers, as
     `grad_norm/NAME`."""
+    noise_scale_every: Count | None = None
+    """Number of steps between measurements of the noise scale of the gradients, which says how many
+    sequences a batch needs. Each one computes a part of the batch once more. Left out: none."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
@@ -252,6 +258,7 @@ class RunConfig(Settings):
     micro_batch_size: Count = 1
     """Number of sequences that pass through the model at once. Gradient accumulation follows
     from it and is printed."""
+    batch_ramp: BatchRampConfig = NO_RAMP
     model: ModelConfig
     data: DataConfig = DataConfig()
     lora: LoraConfig = NO_LORA
@@ -276,15 +283,16 @@ class RunConfig(Settings):
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
 
-    def kept_bytes(self, parameter: int, *, of_matrix: bool) -> int:
-        """Return the bytes that are kept between steps for a number of a parameter, besides it.
+    def kept_bytes(self, width: int, shape: Sequence[int], *, of_matrix: bool) -> int:
+        """Return the bytes that are kept between steps for a part of a parameter, besides it.
 
         Args:
-            parameter: bytes of the number itself.
+            width: bytes of a number of the parameter.
+            shape: of the part.
             of_matrix: whether it belongs to a matrix of the layers.
         """
-        of_average = self.ema.bytes_per_number(parameter)
-        return self.optimizer.state_bytes(parameter, of_matrix=of_matrix) + of_average
+        of_average = self.ema.bytes_per_number(width) * math.prod(shape)
+        return self.optimizer.state_bytes(width, shape, of_matrix=of_matrix) + of_average
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -294,12 +302,50 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _ramp_to_the_batch(self) -> Self:
+        if problem := self.batch_ramp.problem_with(self.global_batch_size):
+            raise problem
+        if self.batch_ramp.first is not None:
+            for key, value in (("epochs", self.epochs), ("data.group_by_length", self.data.group_by_length)):
+                if value is not None:
+                    raise ConfigError(
+                        f"`{key}` = {value} counts steps of one size, and `batch_ramp` has several",
+                        f"leave out one of them{' and set `steps`' if key == 'epochs' else ''}",
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _state_of_float32(self) -> Self:
         parameters = self.plan.precision.parameters
         if self.optimizer.state == "bfloat16" and parameters != "float32":
             raise ConfigError(
                 f"`optimizer.state` = 'bfloat16' is for parameters in float32, found {parameters!r}",
                 "leave it out, or set plan.precision.parameters = 'float32'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_average(self) -> Self:
+        if not self.optimizer.averages_weights:
+            return self
+        name, schedule = self.optimizer.name, self.learning_rate.name
+        if schedule not in ("constant", "constant_with_warmup"):
+            raise ConfigError(
+                f"`learning_rate.name` = {schedule!r}, and the optimizer {name!r} replaces a schedule by its average",
+                'set `learning_rate.name` = "constant_with_warmup" and `learning_rate.warmup_steps`',
+            )
+        if self.ema.decay is not None:
+            raise ConfigError(
+                f"`ema.decay` averages the weights, as the optimizer {name!r} does itself", "leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_the_cross_entropy(self) -> Self:
+        if self.data.has_weights and self.objective != STOCK_OBJECTIVE:
+            raise ConfigError(
+                "`objective` changes the loss, and weights (`weight_key` in `data`) are those of the cross-entropy",
+                "leave out one of them",
             )
         return self
 

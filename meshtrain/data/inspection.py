@@ -18,6 +18,7 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples, validation_samples
 from meshtrain.data.samples.rows import Arrays
+from meshtrain.data.samples.weights import tokens_of_labels
 from meshtrain.data.tokens.token_file import TRAIN
 from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
@@ -74,7 +75,7 @@ def sample_spans(arrays: Arrays, row: int, *, end_id: int) -> tuple[list[Span], 
     The last token of the row is its last label, which is predicted but not read. Without
     `position_ids`, a document begins after each end token.
     """
-    input_ids, labels = arrays["input_ids"][row], arrays["labels"][row]
+    input_ids, labels = arrays["input_ids"][row], tokens_of_labels(arrays["labels"][row])
     num_tokens = int(arrays["attention_mask"][row].sum()) if "attention_mask" in arrays else len(input_ids)
     is_trained = np.append(False, labels[:num_tokens] != IGNORE_INDEX)
     last = labels[num_tokens - 1 : num_tokens]

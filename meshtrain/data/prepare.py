@@ -135,7 +135,7 @@ def _corpus(
         tuple(files),
         ("",) * len(files) if is_streamed else tuple(content_hashes(files, cache)),
         text_key=source.text_key,
-        form=_record_form(name, source, config),
+        form=_record_form(name, source, config, has_weights=held_out),
         on_bad_record=config.on_bad_record,
         held_out=source.validation if held_out and isinstance(source.validation, float) else 0.0,
         settings=_setting_names(name, config),
@@ -151,18 +151,26 @@ def _setting_names(name: str, config: DataConfig) -> SettingNames:
     )
 
 
-def _record_form(name: str, source: MixedSourceConfig, config: DataConfig) -> RecordForm | None:
-    keys = {"chat": ["messages_key"], "completion": ["prompt_key", "completion_key"], "text": []}[source.format]
-    if source.format == "text":
+def _record_form(name: str, source: MixedSourceConfig, config: DataConfig, *, has_weights: bool) -> RecordForm | None:
+    # Validation data of its own needs no weights, because evaluations do not use them.
+    weight_key = source.weight_key if has_weights else None
+    if source.format == "text" and weight_key is None:
         return None
-    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in keys})
+    names = [*source.keys_of_record, *(["weight_key"] if weight_key is not None else [])]
+    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in names}, weight_key)
+
+
+def _as_texts(corpus: Corpus) -> Corpus:
+    """Return a corpus of texts without their weights; another corpus is returned itself."""
+    return replace(corpus, form=None) if corpus.form is not None and corpus.form.kind == "text" else corpus
 
 
 def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Cache) -> TokenizerFiles:
     if config.tokenizer.path is not None:
         return open_tokenizer(config.tokenizer, cache)
     if config.tokenizer.vocab_size is not None:
-        if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
+        texts = {name: _as_texts(corpus) for name, corpus in corpora.items()}
+        if others := [name for name, corpus in texts.items() if corpus.form is not None]:
             raise DataError(
                 "data.tokenizer.vocab_size: a tokenizer is trained on texts, and "
                 f"{config.key_of(others[0], 'format')} is not text",
@@ -173,7 +181,7 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
                 "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already",
                 "name the one that they were made with as data.tokenizer.path",
             )
-        return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
+        return train_tokenizer(list(texts.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
         "data.tokenizer: neither `path` nor `vocab_size` is set",
         "name an existing tokenizer, or the vocabulary size of one to be trained on data.train",

@@ -46,6 +46,11 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
                 f"{config.key_of(name, 'validation')} = {source.validation}: documents of tokenized data cannot be "
                 "held out; tokenize with meshtrain tokenize --validation, and name what it wrote"
             )
+        if isinstance(parts.get("train"), str) and source.weight_key is not None:
+            problems.append(
+                f"{config.key_of(name, 'weight_key')}: {source.train[0]} is tokenized already, and its records are "
+                "gone; name the text, or leave it out"
+            )
         found.append(FoundSource(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)

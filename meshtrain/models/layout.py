@@ -17,6 +17,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def reduced_shape(shape: Sequence[int], dim: int) -> list[int]:
+    """Return a shape with size 1 in a dimension, which may be negative."""
+    reduced = list(shape)
+    reduced[dim] = 1
+    return reduced
+
+
 def local_indices(tensor: Tensor) -> list[Tensor]:
     """Return, for each tensor dimension, the global indices held by this process, in local order.
 

@@ -98,8 +98,8 @@ def account(
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
-            bytes that are kept for it between steps, besides the number.
+        kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
+            matrix of the layers -> bytes that are kept for the part between steps, besides it.
         adapters: LoRA layers that were taken off the model. They are not changed.
         packs_base: whether frozen projections have four bits for each number.
     """
@@ -203,10 +203,11 @@ class _Held(NamedTuple):
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Callable[..., int]) -> StageShare:
     experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
     parameters = {**held.own, **held.of_adapters}
-    local = {
-        name: math.prod(_local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts))
+    shapes = {
+        name: _local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts)
         for name, parameter in parameters.items()
     }
+    local = {name: math.prod(shape) for name, shape in shapes.items()}
     width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
     # Adapters, and what trains in full beside them, have a number format of their own.
     beside = {name for name, parameter in parameters.items() if held.of_adapters and parameter.requires_grad}
@@ -224,7 +225,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         num_local_parameters=sum(local.values()),
         parameter_bytes=round(sum(local[name] * held.packed.get(name, widths[name]) for name in parameters)),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
-        optimizer_bytes=sum(local[name] * kept(widths[name], of_matrix=name in matrices) for name in trained),
+        optimizer_bytes=sum(kept(widths[name], shapes[name], of_matrix=name in matrices) for name in trained),
     )
 
 

@@ -23,7 +23,9 @@ from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
 from meshtrain.training.lock import RunLock
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
+from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.noise_scale import NoiseScale
 from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.own_loss import build_own_loss
@@ -31,6 +33,7 @@ from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
 from meshtrain.training.trackers.hook import TrackerHook
 from meshtrain.training.weight_average import WeightAverage, build_average
+from meshtrain.training.weighted_loss import build_weighted_loss
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,12 @@ def build_run(
     )
 
 
+def _build_loss(pipeline: Pipeline, config: RunConfig, own: LossFunction | None) -> TokenLoss:
+    if own is not None:
+        return build_own_loss(pipeline, own)
+    return build_weighted_loss(pipeline) if config.data.has_weights else build_objective(pipeline, config.objective)
+
+
 def _build_step_context(identity: Identity, num_steps: int, process: Process, loss: LossFunction | None) -> StepContext:
     config, plan = identity.config, identity.plan
     if plan.shard.offload == "cpu" and process.device.type == "cpu":
@@ -165,12 +174,13 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
     )
     return StepContext(
         pipeline=pipeline,
-        loss=build_objective(pipeline, config.objective) if loss is None else build_own_loss(pipeline, loss),
+        loss=_build_loss(pipeline, config, loss),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(plan.precision),
         history=StepHistory(config.bad_steps),
         layer_norms=layers_of(pipeline) if config.logging.layer_norms else NO_LAYERS,
+        noise_scale=NoiseScale(config.logging.noise_scale_every),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )

@@ -12,10 +12,11 @@ from meshtrain.checkpoint.huggingface.layout import saved_tensors_of
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.storage.location import errors_in_one_line, local_path, shown_location
-from meshtrain.config.lora import NO_LORA, LoraConfig
+from meshtrain.config.lora import NO_LORA
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.settings import Settings
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import adapter_parameters
@@ -60,6 +61,7 @@ class Identity:
         return {
             "seed": self.config.seed,
             "global_batch_size": self.config.global_batch_size,
+            "batch_ramp": self.config.batch_ramp,
             "optimizer_name": self.config.optimizer.name,
             "data_identity": self.data.identity,
             "order": self._order,
@@ -93,7 +95,8 @@ class Identity:
             "optimizer.name": manifest.optimizer_name,
             "plan.precision.parameters": manifest.dtype,
             **manifest.order,
-            **_lora_values(NO_LORA if manifest.base is None else manifest.base.lora),
+            **_values_of("batch_ramp", manifest.batch_ramp),
+            **_values_of("lora", NO_LORA if manifest.base is None else manifest.base.lora),
             **self._model_values(checkpoint),
         }
         here = {
@@ -102,7 +105,8 @@ class Identity:
             "optimizer.name": self.config.optimizer.name,
             "plan.precision.parameters": self.plan.precision.parameters,
             **self._order,
-            **_lora_values(self.config.lora),
+            **_values_of("batch_ramp", self.config.batch_ramp),
+            **_values_of("lora", self.config.lora),
             **_values(self.hf_config),
         }
         problems = kind_differences(manifest, self.hf_config, PLACES) or differences(there, here, PLACES)
@@ -139,8 +143,8 @@ class Identity:
         return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
 
 
-def _lora_values(config: LoraConfig) -> dict[str, Any]:
-    return {f"lora.{name}": value for name, value in config.model_dump().items()}
+def _values_of(table: str, config: Settings) -> dict[str, Any]:
+    return {f"{table}.{name}": value for name, value in config.model_dump().items()}
 
 
 def _values(config: PretrainedConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING
 from meshtrain.training.metrics import memory_bytes
 from meshtrain.training.run_checkpoints import finish_saving, notify_of_saved, rewind, save
+from meshtrain.training.schedule_free import weights_of_result
 from meshtrain.training.step import StepResult, evaluate, train_step
 
 
@@ -212,19 +213,21 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     """
     data_seconds, seconds = times
     width = batch.tensors["labels"].shape[1]
-    tokens_per_step = run.config.global_batch_size * width
+    num_tokens = len(batch.sample_ids) * width
     return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
         **result.terms,
         "grad_norm": result.gradient_norm,
         **{f"grad_norm/{name}": norm for name, norm in result.layer_norms.items()},
+        **result.noise,
         "learning_rate": result.learning_rate,
+        **({"batch_size": len(batch.sample_ids)} if run.config.batch_ramp.first is not None else {}),
         # Padded batches differ in width, so the number of tokens does not follow from the step.
-        **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
+        **({"tokens": batch.num_samples * width} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
-        "tokens_per_second": tokens_per_step / seconds,
-        "teraflops_per_second": run.flops_per_token(width) * tokens_per_step / seconds / dist.get_world_size() / 1e12,
+        "tokens_per_second": num_tokens / seconds,
+        "teraflops_per_second": run.flops_per_token(width) * num_tokens / seconds / dist.get_world_size() / 1e12,
         "memory_bytes": memory,
         "seconds": seconds,
         "data_seconds": data_seconds,
@@ -288,7 +291,8 @@ def _is_due(run: Run, every: int | None) -> bool:
 def _evaluate(run: Run) -> float:
     run.pipeline.activity.begin("evaluation")
     begin = time.perf_counter()
-    found = _evaluate_sources(run)
+    with weights_of_result(run.context.optimizer):
+        found = _evaluate_sources(run)
     loss = _mean_over_sources(found)
     if not math.isfinite(loss):
         raise TrainingStopped(
@@ -310,7 +314,8 @@ def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.pipeline.activity.begin("evaluation")
     # Long texts change dynamic rotary frequencies.
     grown = run.pipeline.rotary_length.grown()
-    found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
+    with weights_of_result(run.context.optimizer):
+        found = evaluator.evaluate(run.pipeline, run.identity.data.tokenizer.directory)
     run.pipeline.rotary_length.restore(grown)
     run.hooks.scores(found.metrics, found.note)
 

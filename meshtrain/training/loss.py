@@ -45,14 +45,22 @@ class TokenLoss:
         logits, labels = widened(logits).flatten(0, 1), labels.flatten()
         if self.group is None:
             return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        total: Tensor = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
-        return total
+        return sharded_cross_entropy(logits, labels, self.vocabulary, self.group)
+
+    def counted(self, labels: Tensor) -> Tensor:
+        """Return what is summed over the labels of all processes for `mean_over`: their number."""
+        return count_trained_tokens(labels)
+
+    def num_tokens(self, counted: Tensor) -> Tensor:
+        """Return the () int64 number of trained tokens, from the sums of `counted`."""
+        return counted
 
     def mean_over(self, num_tokens: Tensor, *, scale: float = 1.0) -> "MeanLoss":
         """Return the loss function of one step.
 
         Args:
-            num_tokens: () int64, the number of trained tokens in the global batch.
+            num_tokens: () int64, the number of trained tokens in the global batch: the sum of
+                `counted`.
             scale: the loss scale of float16.
         """
         # A batch without a trained token has loss 0 and no gradient, instead of 0 / 0.
@@ -65,8 +73,8 @@ class MeanLoss:
 
     Attributes:
         total: the sum over the trained tokens of a microbatch.
-        num_tokens: () int64, the number of trained tokens in the global batch, or 1 if there is
-            none.
+        num_tokens: () the number of trained tokens in the global batch, or the sum of their
+            weights; 1 if there is none.
         scale: the loss scale of float16, which the result is multiplied by.
     """
 
@@ -107,6 +115,22 @@ def count_trained_tokens(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
 
 
+def sharded_cross_entropy(
+    logits: Tensor, labels: Tensor, vocabulary: int, group: ProcessGroup, token_weights: Tensor | None = None
+) -> Tensor:
+    """Return the () sum of the cross-entropy over the trained tokens, for sharded logits.
+
+    Args:
+        logits: this process's (tokens, vocab/tp).
+        labels: (tokens,).
+        vocabulary: size of the full vocabulary.
+        group: the tp group.
+        token_weights: (tokens,), which the losses of the tokens are multiplied by; None: 1.
+    """
+    total: Tensor = _ShardedCrossEntropy.apply(logits, labels, vocabulary, group, token_weights)  # type: ignore[no-untyped-call]
+    return total
+
+
 class _ShardedCrossEntropy(torch.autograd.Function):
     """The sum of the cross-entropy over logits that are sharded over the vocabulary.
 
@@ -117,7 +141,12 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, logits: Tensor, labels: Tensor, vocabulary: int, group: ProcessGroup
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        group: ProcessGroup,
+        token_weights: Tensor | None,
     ) -> Tensor:
         first = group.rank() * shard_width(vocabulary, group)
         counted = labels != IGNORE_INDEX
@@ -131,13 +160,16 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # One reduction is enough for both sums.
         normalizer, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
         weights /= normalizer.unsqueeze(-1)
+        losses = (normalizer.log() - target).masked_fill(~counted, 0.0)
+        if token_weights is not None:
+            losses, counted = losses * token_weights, counted * token_weights
         ctx.save_for_backward(weights, columns, here, counted)
-        return (normalizer.log() - target).masked_fill(~counted, 0.0).sum()
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         weights, columns, here, counted = ctx.saved_tensors  # type: ignore[attr-defined]
         weights.scatter_add_(-1, columns.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))
         weights *= (counted * gradient).unsqueeze(-1)
-        return weights, None, None, None
+        return weights, None, None, None, None

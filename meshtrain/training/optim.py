@@ -17,11 +17,14 @@ from meshtrain.parallel.local_parameter import as_local, full_parameter
 from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
+from meshtrain.training.adafactor import Adafactor
 from meshtrain.training.lion import Lion
 from meshtrain.training.matrix_exchange import MatrixExchange
 from meshtrain.training.muon import Muon
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.rounded_adamw import RoundedAdamW
+from meshtrain.training.schedule_free import ScheduleFreeAdamW
+from meshtrain.training.sharded_sums import ShardedSums
 
 # Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {
@@ -55,7 +58,15 @@ def build_optimizer(
         hidden = {name for stage in pipeline.stages for name in hidden_matrices(stage)}
         matrices = {own: full for name, (own, full) in locals_of.items() if name in hidden}
     groups = parameter_groups(((stock_names.get(name, name), it) for name, it in trained), config, matrices)
-    return optimizer_over(trained, groups, config, seed=pipeline.streams.seed, matrices=matrices, mesh=pipeline.mesh)
+    return optimizer_over(
+        trained,
+        groups,
+        config,
+        seed=pipeline.streams.seed,
+        matrices=matrices,
+        full=dict(locals_of.values()),
+        mesh=pipeline.mesh,
+    )
 
 
 def optimizer_over(
@@ -65,6 +76,7 @@ def optimizer_over(
     *,
     seed: int,
     matrices: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    full: Mapping[Tensor, Tensor] = MappingProxyType({}),
     mesh: DeviceMesh | None = None,
 ) -> Optimizer:
     """Build the optimizer of a run over parameters.
@@ -75,6 +87,7 @@ def optimizer_over(
         config: of the run.
         seed: of the run, for stochastic rounding.
         matrices: those of them that Muon updates, if it is the optimizer -> the model's parameter.
+        full: local part -> the model's parameter, for those that may be sharded.
         mesh: all processes; None: this one is alone.
     """
     betas = config.beta1, config.beta2
@@ -83,7 +96,13 @@ def optimizer_over(
         return SGD(groups, lr=config.learning_rate, momentum=config.beta1, foreach=True)
     if config.name == "lion":
         return Lion(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay)
+    if config.name == "adafactor":
+        sums = ShardedSums({parameter: full.get(parameter, parameter) for _, parameter in parameters}, mesh)
+        own = {"beta2_decay": config.beta2_decay, "clipping_threshold": config.clipping_threshold}
+        return Adafactor(groups, sums, lr=config.learning_rate, weight_decay=config.weight_decay, **own)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
+    if config.name == "adamw-schedule-free":
+        return ScheduleFreeAdamW(groups, weight_decay=config.weight_decay, **options)
     if config.name == "muon":
         options |= {"muon_momentum": config.muon_momentum, "adjust_lr_fn": config.adjust_lr_fn}
         return Muon(groups, MatrixExchange(matrices, mesh), weight_decay=config.weight_decay, **options)

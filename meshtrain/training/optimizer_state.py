@@ -1,7 +1,9 @@
 """State that a torch optimizer keeps for each parameter: by name, in the layout of the parameter.
 
 So it can be restored on any mesh. A parameter that never had a gradient has no state, and none is
-made up for it.
+made up for it. An optimizer whose class has `reduced_states` keeps states with one number for each
+row or column: their names -> the dimension that has size 1. `scalar_states` names states of one
+number, besides `step`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,8 @@ from torch.optim import Optimizer
 from meshtrain.checkpoint.dcp.reading import tensor_entries
 from meshtrain.checkpoint.manifest import SavedOptimizer
 from meshtrain.errors import Problem
-from meshtrain.parallel.local_parameter import full_parameter, laid_out_as
+from meshtrain.models.layout import reduced_shape
+from meshtrain.parallel.local_parameter import full_parameter, laid_out_as, laid_out_as_reduced
 
 OPTIMIZER_PREFIX = "optimizer."
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -58,13 +61,16 @@ def state_tensors(optimizer: Optimizer | None, parameters: Mapping[str, Paramete
     }
 
 
-def kind_of(state: str, value: object, parameter: Tensor) -> str | None:
-    """Return the kind of a state: `none`, `number` (of Python), `scalar` or `parameter`.
+def kind_of(optimizer: Optimizer, state: str, value: object, parameter: Tensor) -> str | None:
+    """Return the kind of a state: `none`, `number` (of Python), `scalar`, `reduced` or `parameter`.
 
-    A `scalar` has no dimensions, and a `parameter` has the shape of the parameter. None is returned
-    for any other kind.
+    A `scalar` has no dimensions, and a `parameter` has the shape of the parameter. A `reduced` one
+    has this shape with size 1 in one dimension. None is returned for any other kind.
 
     Args:
+        optimizer: that keeps it.
+        state: name of the state.
+        value: of the state.
         parameter: the tensor in the optimizer.
     """
     if value is None:
@@ -75,7 +81,15 @@ def kind_of(state: str, value: object, parameter: Tensor) -> str | None:
         return None
     if value.dim() == 0 and (parameter.dim() > 0 or state == "step"):
         return "scalar"
+    if state in _reduced_dims(optimizer):
+        return "reduced"
     return "parameter" if value.shape == parameter.shape else None
+
+
+def _reduced_dims(optimizer: Optimizer) -> Mapping[str, int]:
+    """Return state -> the dimension in which it has size 1, for such states."""
+    found: Mapping[str, int] = getattr(optimizer, "reduced_states", {})
+    return found
 
 
 class LoadedState:
@@ -100,7 +114,8 @@ class LoadedState:
         saved: SavedOptimizer | None,
     ) -> None:
         self._optimizer = optimizer
-        self._scalars = ("step",) if saved is None else saved.scalars
+        of_run = ("step", *getattr(optimizer, "scalar_states", ()))
+        self._scalars = of_run if saved is None else saved.scalars
         self._numbers = () if saved is None else saved.numbers
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.tensors: list[dict[str, Tensor]] = []
@@ -110,8 +125,12 @@ class LoadedState:
             if slot is not None:
                 states = {state: self._room(slot, state, dtype) for state, dtype in entries.get(fqn, ())}
                 self._states[slot.parameter] = states
+                assert optimizer is not None
                 self.tensors.append(
-                    {f"{OPTIMIZER_PREFIX}{state}.{fqn}": _whole(value, parameter) for state, value in states.items()}
+                    {
+                        f"{OPTIMIZER_PREFIX}{state}.{fqn}": _whole(optimizer, state, value, parameter)
+                        for state, value in states.items()
+                    }
                 )
 
     def keep(self) -> None:
@@ -127,7 +146,10 @@ class LoadedState:
     def _room(self, slot: Slot, state: str, dtype: torch.dtype) -> Tensor:
         assert self._optimizer is not None
         if state not in self._scalars:
-            return torch.empty_like(slot.parameter.detach(), dtype=dtype)
+            like, dim = slot.parameter.detach(), _reduced_dims(self._optimizer).get(state)
+            if dim is not None:
+                return like.new_empty(reduced_shape(like.shape, dim), dtype=dtype)
+            return torch.empty_like(like, dtype=dtype)
         group = self._optimizer.param_groups[slot.group]
         # As in torch's own `load_state_dict`: kernels that never wait for the device need the step
         # count on the device.
@@ -157,7 +179,7 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[P
     for key, slot in slots_of(optimizer).items():
         shape = tuple(slot.parameter.shape)
         for state, value in optimizer.state.get(slot.parameter, {}).items():
-            if key in names and kind_of(state, value, slot.parameter) is None:
+            if key in names and kind_of(optimizer, state, value, slot.parameter) is None:
                 found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 problems.append(
                     Problem(
@@ -170,30 +192,33 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[P
 
 
 def kinds_of_states(optimizer: Optimizer) -> set[tuple[str, str]]:
-    """Return (state, kind) of all states; the kind is `number`, `scalar` or `parameter`."""
+    """Return (state, kind) of all states; the kind is that of `kind_of`, but not `none`."""
     return {
         (state, kind)
         for slot in slots_of(optimizer).values()
         for state, value in optimizer.state.get(slot.parameter, {}).items()
-        if (kind := kind_of(state, value, slot.parameter)) not in (None, "none")
+        if (kind := kind_of(optimizer, state, value, slot.parameter)) not in (None, "none")
     }
 
 
 def _laid_out(optimizer: Optimizer, slot: Slot) -> dict[str, Tensor]:
     found = {}
     for state, value in optimizer.state.get(slot.parameter, {}).items():
-        kind = kind_of(state, value, slot.parameter)
+        kind = kind_of(optimizer, state, value, slot.parameter)
         if kind == "number":
             found[state] = torch.tensor([value], dtype=NUMBERS[type(value)])
         elif kind != "none":
-            found[state] = _whole(value, full_parameter(slot.parameter))
+            found[state] = _whole(optimizer, state, value, full_parameter(slot.parameter))
     return found
 
 
-def _whole(value: Tensor, parameter: Tensor) -> Tensor:
+def _whole(optimizer: Optimizer, state: str, value: Tensor, parameter: Tensor) -> Tensor:
     """Return a state in the form that a checkpoint has."""
     if value.dim() == 0:
         return value.view(1)
+    dim = _reduced_dims(optimizer).get(state)
+    if dim is not None:
+        return laid_out_as_reduced(value, parameter, dim)
     return value if isinstance(value, DTensor) else laid_out_as(value, parameter)
 
 

@@ -5,6 +5,7 @@ from typing import get_args
 from transformers import PreTrainedModel
 
 from meshtrain import console
+from meshtrain.config.batch_ramp import BatchRampConfig
 from meshtrain.config.mesh import EXPERT_FSDP_AXES
 from meshtrain.config.plan import ContextMethod, ParallelPlan
 from meshtrain.config.toml import plan_hash
@@ -225,7 +226,12 @@ def batch_equation(resolved: ResolvedRun) -> str:
         f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
         f"x {num_microbatches(plan, batch)} microbatches x {plan.mesh.data_degree} data-parallel; "
         f"x {batch.sequence_length:,} tokens = {batch.global_batch_size * batch.sequence_length:,} tokens per step"
+        f"{_of_ramp(resolved.config.batch_ramp)}"
     )
+
+
+def _of_ramp(ramp: BatchRampConfig) -> str:
+    return "" if ramp.first is None else f", after {ramp.steps:,} steps with fewer, from {ramp.first:,} sequences"
 
 
 def _range(ranks: tuple[int, ...]) -> str:

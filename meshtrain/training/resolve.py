@@ -34,6 +34,7 @@ from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.noise_scale import check_noise_scale
 from meshtrain.training.optim import build_learning_rate
 from meshtrain.training.parameter_groups import freeze, group_problems
 
@@ -111,6 +112,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         config.micro_batch_size,
         data.sequence_length,
         data.pad_to_multiple_of,
+        tuple(config.batch_ramp.sizes(config.global_batch_size)),
         separates=data.documents == "separate",
     )
     half = _find_half(hf_config)
@@ -129,6 +131,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     check_packing(model, config.lora, plan)
     if config.lora.modules_to_save:
         _check_formats(plan)
+    if config.logging.noise_scale_every is not None:
+        check_noise_scale(plan, batch)
     return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
 
 

@@ -109,7 +109,7 @@ def _prepare(resolved: ResolvedRun) -> tuple[Identity, Dataset, int]:
     config = resolved.config
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
-    dataset = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed)
+    dataset = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed, ramp=config.batch_ramp)
     num_steps = _num_steps(config, dataset)
     # This is only a check. It comes here because the text determines the number of steps.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)

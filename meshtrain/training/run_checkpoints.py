@@ -22,6 +22,7 @@ from meshtrain.training.build import Run
 from meshtrain.training.directory import changed_length, checkpoints_root
 from meshtrain.training.history import BadStep, name_samples
 from meshtrain.training.identity import Identity
+from meshtrain.training.schedule_free import weights_of_result
 from meshtrain.training.state import load_weights_of, restore_snapshot, take_snapshot
 
 Found = tuple[Location, Manifest]
@@ -88,24 +89,31 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     run.saver.finish()
     notify_of_saved(run)
     run.lock.check()
-    tensors, manifest = take_snapshot(run.pipeline, run.state, run.average)
-    history = run.context.history
-    own = {
-        "skipped_steps": history.num_skipped,
-        "loss_scale": run.context.loss_scale.saved(),
-        "history": history.saved(),
-        "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
-        "evaluation_loss": evaluation_loss,
-        "base": run.base.saved(),
-    }
-    manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
-    run.saver.save(tensors, manifest, run.identity.write_huggingface)
+    with weights_of_result(run.context.optimizer):
+        _begin_to_save(run, step, evaluation_loss)
     metrics = {"checkpoint_seconds": time.perf_counter() - begin}
     if run.config.checkpoint.in_background:
         run.hooks.checkpoint(metrics, None)
     else:
         (saved,) = run.saver.published()
         run.hooks.checkpoint(metrics, saved)
+
+
+def _begin_to_save(run: Run, step: int, evaluation_loss: float | None) -> None:
+    """Write a checkpoint, or copy what is written in the background."""
+    tensors, manifest = take_snapshot(run.pipeline, run.state, run.average)
+    history = run.context.history
+    own = {
+        "skipped_steps": history.num_skipped,
+        "loss_scale": run.context.loss_scale.saved(),
+        "history": history.saved(),
+        "noise": run.context.noise_scale.saved(),
+        "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
+        "evaluation_loss": evaluation_loss,
+        "base": run.base.saved(),
+    }
+    manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
+    run.saver.save(tensors, manifest, run.identity.write_huggingface)
 
 
 def finish_saving(run: Run) -> None:
@@ -160,6 +168,7 @@ def rewind(run: Run, bad: BadStep) -> None:
 def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     restore_snapshot(checkpoint, manifest, run.pipeline, run.state, average=run.average)
     run.context.loss_scale.restore(manifest.loss_scale)
+    run.context.noise_scale.restore(manifest.noise)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
     run.dataset.restore_streams(manifest.streams)

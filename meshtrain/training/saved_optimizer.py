@@ -16,7 +16,12 @@ from meshtrain.training.optimizer_state import kinds_of_states, slots_of, unsupp
 # Options of a group that are not saved: how this machine computes, and what is saved elsewhere.
 NOT_KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
-KINDS = {"number": "a number", "scalar": "a tensor of one element", "parameter": "a tensor of the parameter's shape"}
+KINDS = {
+    "number": "a number",
+    "scalar": "a tensor of one element",
+    "reduced": "a tensor of rows or columns",
+    "parameter": "a tensor of the parameter's shape",
+}
 
 
 class _RankOptimizer(NamedTuple):

@@ -26,6 +26,7 @@ from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.location import Location
 from meshtrain.training.optimizer_state import LoadedState, state_tensors
 from meshtrain.training.saved_optimizer import not_json
+from meshtrain.training.schedule_free import ScheduleFreeAdamW
 from meshtrain.training.weight_average import WeightAverage
 
 
@@ -154,6 +155,8 @@ def load_state(
     restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()
+    if isinstance(optimizer, ScheduleFreeAdamW):
+        optimizer.take_up()
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from meshtrain.training.gradients import (
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
+from meshtrain.training.noise_scale import NoiseScale
 from meshtrain.training.parameter_groups import FACTOR
 
 Inspection = Callable[[Mapping[str, Tensor]], None]
@@ -58,6 +59,7 @@ class StepContext:
         history: decides whether a step is bad.
         inspect: called once the gradients are complete.
         layer_norms: the layers whose gradient norms are metrics.
+        noise_scale: measures the noise of the gradients in some steps.
         after_update: called with the number of steps done once the parameters have changed.
     """
 
@@ -70,6 +72,7 @@ class StepContext:
     history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
     layer_norms: LayerNorms = NO_LAYERS
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
     after_update: Callable[[int], None] = no_update
 
 
@@ -83,6 +86,7 @@ class StepResult:
         terms: what the loss consists of, unless it is the cross-entropy alone; before factors.
         gradient_norm: norm before clipping, and without the loss scale.
         layer_norms: those of layers, by their names, if they are measured.
+        noise: the noise of the gradients, if it was measured in this step.
         num_tokens: number of trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters for which no sample of the
             batch gave a gradient.
@@ -101,6 +105,7 @@ class StepResult:
     terms: dict[str, float]
     gradient_norm: float
     layer_norms: dict[str, float]
+    noise: dict[str, float]
     learning_rate: float
     num_tokens: int
     without_gradient: tuple[str, ...]
@@ -136,7 +141,9 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     # step, but for the rows that travel to experts of other ranks, and for the borders of separate
     # documents, which are read before the first pass.
     names, layers = context.loss.term_names, context.layer_norms.names
-    numbers = packed.tolist()
+    numbers, small = packed.tolist(), []
+    if computed.small:
+        numbers, small = numbers[: -len(computed.small)], numbers[-len(computed.small) :]
     behind = len(numbers) - len(layers)
     totals = _Totals.unpacked(numbers[:behind], len(names))
     read = time.perf_counter()
@@ -151,8 +158,10 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     is_skipped = overflowed or fault is not None
     learning_rate = context.learning_rate(step - history.num_skipped)
     unused: tuple[str, ...] = ()
+    noise: dict[str, float] = {}
     if not is_skipped:
         context.inspect(batch)
+        noise = context.noise_scale.add(small, totals.norm, int(totals.num_tokens), len(sample_ids))
         _scale(context, norm)
         # Usually no process has filled in a gradient, and no exchange is needed.
         unused = forget_unused(pipeline, filled) if totals.num_filled else ()
@@ -165,6 +174,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         terms=dict(zip(names, totals.terms, strict=True)),
         gradient_norm=totals.norm,
         layer_norms=dict(zip(layers, numbers[behind:], strict=True)),
+        noise=noise,
         learning_rate=learning_rate,
         num_tokens=int(totals.num_tokens),
         without_gradient=unused,
@@ -187,6 +197,8 @@ class _Computed(NamedTuple):
     """() int64: trained tokens in the global batch."""
     terms: tuple[Tensor, ...]
     """() float64 each: this process's share in the terms of the loss."""
+    small: tuple[Tensor, ...]
+    """Norm and trained tokens of a part of the batch, if the noise of gradients is measured."""
 
 
 class _Totals(NamedTuple):
@@ -219,11 +231,12 @@ class _Totals(NamedTuple):
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
     pipeline, scale = context.pipeline, context.loss_scale.value
     context.optimizer.zero_grad()
+    small = context.noise_scale.of_small_batch(pipeline, context.loss, step, batch, loss_scale=scale)
     pipeline.streams.begin_step(step)
-    num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
-    mean_loss = context.loss.mean_over(num_tokens, scale=scale)
+    counted = all_reduce_over(context.loss.counted(batch["labels"]), pipeline.mesh, DATA_AXES)
+    mean_loss = context.loss.mean_over(counted, scale=scale)
     loss = pipeline.forward_backward(batch, mean_loss, loss_scale=scale)
-    return _Computed(loss, num_tokens, mean_loss.terms())
+    return _Computed(loss, context.loss.num_tokens(counted), mean_loss.terms(), small)
 
 
 def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[str], Tensor, Tensor]:
@@ -231,8 +244,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
-        clipping; the fields of `_Totals` and the norms of layers, joined, float64, all on the
-        device.
+        clipping; the fields of `_Totals`, the norms of layers and what was measured of a part of
+        the batch, joined, float64, all on the device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
     pipeline.activity.enter("gradients")
@@ -246,7 +259,8 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     norm = norm / scale
     found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *means])
     layers = (norms.to(found) / scale for norms in context.layer_norms.of(pipeline))
-    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found), *layers])
+    small = (it.to(found).unsqueeze(0) for it in computed.small)
+    return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found), *layers, *small])
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:

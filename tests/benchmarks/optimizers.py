@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a narrow model, to see that the benchmark works")
     options = parser.parse_args()
     shape = SMALL if options.small else SHAPE
-    print(f"{'tokens':>8}{'optimizer':>11}{'step s':>9}{'update s':>10}{'step / adamw':>14}")
+    print(f"{'tokens':>8}{'optimizer':>21}{'step s':>9}{'update s':>10}{'step / adamw':>14}")
     for tokens in options.tokens:
         arguments = shape, tokens, options.ranks, options.repeat
         rounds = run_on_ranks(options.ranks, measure, *arguments, timeout=3600.0)[0]
@@ -98,7 +98,7 @@ def main() -> None:
         for index, name in enumerate(NAMES):
             step, update = (statistics.median(found[index][which] for found in rounds) for which in (0, 1))
             ratio = statistics.median(found[index][0] / found[usual][0] for found in rounds)
-            print(f"{tokens:>8,}{name:>11}{step:>9.3f}{update:>10.4f}{ratio:>14.3f}", flush=True)
+            print(f"{tokens:>8,}{name:>21}{step:>9.3f}{update:>10.4f}{ratio:>14.3f}", flush=True)
 
 
 if __name__ == "__main__":

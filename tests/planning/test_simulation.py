@@ -110,7 +110,16 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("lion", "fsdp"), ("sgd", "fsdp"), ("muon", "fsdp"), ("muon", "copies of fsdp, level 2")]
+    ("name", "plan"),
+    [
+        ("adafactor", "fsdp"),
+        ("adafactor", "tp"),
+        ("adamw-schedule-free", "fsdp"),
+        ("lion", "fsdp"),
+        ("sgd", "fsdp"),
+        ("muon", "fsdp"),
+        ("muon", "copies of fsdp, level 2"),
+    ],
 )
 def test_simulated_optimizers_need_what_real_ones_need(name: OptimizerName, plan: str) -> None:
     run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from transformers.models.mixtral import modeling_mixtral
 
 from meshtrain.config.optimizer import AdjustedLearningRate, GroupConfig, OptimizerConfig, OptimizerName
@@ -69,6 +69,10 @@ CONFIGS = {
         name="muon", learning_rate=5e-3, adamw_learning_rate=1e-3, epsilon=1e-4, groups=GROUPS, **SHARED
     ),
     "sgd": OptimizerConfig(name="sgd", learning_rate=1e-1, **SHARED),
+    "adafactor": OptimizerConfig(name="adafactor", learning_rate=1e-2, groups=GROUPS, **SHARED),
+    "adamw-schedule-free": OptimizerConfig(
+        name="adamw-schedule-free", learning_rate=1e-3, epsilon=1e-4, groups=GROUPS, **SHARED
+    ),
 }
 CASES = {
     1: [Case("llama-untied", (1, 1, 1, 1))],
@@ -76,7 +80,7 @@ CASES = {
     4: [Case("llama-untied", (2, 1, 1, 2))],
 }
 # Meshes on which parts of a matrix are in other places than for AdamW.
-CASES_OF_MUON = {
+CASES_OF_MATRICES = {
     1: [],
     2: [Case("llama-untied", (1, 1, 2, 1), offload="cpu")],
     4: [Case("llama-untied", mesh) for mesh in ((1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1))],
@@ -95,6 +99,25 @@ class PlainLion(Optimizer):
                 update = (first * moment + (1 - first) * x.grad).sign()
                 x -= group["lr"] * (update + group["weight_decay"] * x)
                 self.state[x]["m"] = second * moment + (1 - second) * x.grad
+
+
+class PlainScheduleFree(Optimizer):
+    """The formulas of the paper, with x, y and z."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for y in group["params"]:
+                state, rate, (first, second) = self.state[y], group["lr"], group["betas"]
+                x, z, v = (state.get(name, start) for name, start in (("x", y), ("z", y), ("v", torch.zeros_like(y))))
+                step, total = state.get("step", 0) + 1, state.get("total", 0.0) + rate**2
+                v = second * v + (1 - second) * y.grad**2
+                direction = y.grad / ((v / (1 - second**step)).sqrt() + group["eps"])
+                z = z - rate * (direction + group["weight_decay"] * y)
+                share = rate**2 / total if total else 0.0
+                x = (1 - share) * x + share * z
+                y.copy_((1 - first) * z + first * x)
+                self.state[y] = {"x": x, "z": z, "v": v, "step": step, "total": total}
 
 
 class Both:
@@ -132,9 +155,13 @@ def plain_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         (of_matrices if by_muon else groups).append({"params": [parameter], "lr": rate, "weight_decay": decay})
     if config.name == "sgd":
         return SGD(groups, momentum=config.beta1)
+    if config.name == "adafactor":
+        return Adafactor(groups)
     betas = config.beta1, config.beta2
     if config.name == "lion":
         return PlainLion(groups, {"betas": betas})
+    if config.name == "adamw-schedule-free":
+        return PlainScheduleFree(groups, {"betas": betas, "eps": config.epsilon})
     adamw = AdamW(groups, betas=betas, eps=config.epsilon)
     return Both(torch_muon(of_matrices, config), adamw) if config.name == "muon" else adamw
 
@@ -167,7 +194,7 @@ def train_all(cases: list[Case], config: OptimizerConfig) -> list[Trace]:
 def test_every_mesh_computes_what_one_process_does(name: str) -> None:
     (wanted,) = run_on_ranks(1, reference, CONFIGS[name])
     for world_size, usual in CASES.items():
-        cases = usual + CASES_OF_MUON[world_size] if name == "muon" else usual
+        cases = usual + CASES_OF_MATRICES[world_size] if name in ("adafactor", "muon") else usual
         answers = run_on_ranks(world_size, train_all, cases, CONFIGS[name])
         for number in range(len(cases)):
             assert_equal_to_reference([traces[number] for traces in answers], wanted)
@@ -191,7 +218,7 @@ def test_parameter_may_get_its_first_gradient_later(name: str) -> None:
     assert second.detach().lt(1).all()
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw-schedule-free", "lion", "muon", "sgd"])
 def test_run_resumes_on_other_meshes(name: OptimizerName, tmp_path: Path) -> None:
     group = GroupConfig(parameters=["model.layers.*.mlp"], learning_rate=1e-4)
     optimizer = OptimizerConfig(name=name, learning_rate=1e-3, groups=[group])
@@ -203,20 +230,22 @@ def test_run_resumes_on_other_meshes(name: OptimizerName, tmp_path: Path) -> Non
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
-class MuonOfStacks(Both):
-    """torch's Muon with a matrix for each expert, and for its gate and up projection."""
+class OfStacks(Both):
+    """An optimizer of torch for parts of stacks of experts, beside the usual one."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.views = {
-            parameter: [*as_matrices(name, parameter.detach())] for name, parameter in named if ".experts." in name
-        }
-        views = [nn.Parameter(it) for of_stack in self.views.values() for it in of_stack]
-        self.views = {stack: [views.pop(0) for _ in of_stack] for stack, of_stack in self.views.items()}
         self.names = {parameter: name for name, parameter in named}
-        others = [(name, it) for name, it in named if it not in self.views]
-        usual = plain_optimizer(others, config)
+        self.config = config
+        self.views = {
+            parameter: [nn.Parameter(it) for it in self.views_of(parameter, parameter.detach())]
+            for name, parameter in named
+            if ".experts." in name
+        }
+        usual = plain_optimizer([(name, it) for name, it in named if it not in self.views], config)
         groups = [{"params": of_stack} for of_stack in self.views.values()]
-        super().__init__(torch_muon(groups, config), usual)
+        rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        of_parts = torch_muon(groups, config) if config.name == "muon" else Adafactor(groups, **rates)
+        super().__init__(of_parts, usual)
 
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -226,20 +255,23 @@ class MuonOfStacks(Both):
     def step(self) -> None:
         for stack, views in self.views.items():
             assert stack.grad is not None
-            for view, gradient in zip(views, as_matrices(self.names[stack], stack.grad), strict=True):
+            for view, gradient in zip(views, self.views_of(stack, stack.grad), strict=True):
                 view.grad = gradient.contiguous()
         super().step()
 
-
-def as_matrices(name: str, stack: Tensor) -> Tensor:
-    """Return views (number, rows, columns) of a stack."""
-    return stack.unflatten(1, (2, -1)).flatten(0, 1) if name.endswith("gate_up_proj") else stack
-
-
-STACKS = OptimizerConfig(name="muon", learning_rate=5e-3, epsilon=1e-4, **SHARED)
+    def views_of(self, stack: Tensor, values: Tensor) -> list[Tensor]:
+        """Return the view with gate and up projection apart, or for Muon each matrix."""
+        apart = values.unflatten(1, (2, -1)) if self.names[stack].endswith("gate_up_proj") else values
+        return [*apart.flatten(0, -3)] if self.config.name == "muon" else [apart]
 
 
-def experts_reference(cases: list[ProofCase]) -> list[tuple[dict[str, Tensor], Trace]]:
+OF_STACKS = {
+    "muon": OptimizerConfig(name="muon", learning_rate=5e-3, epsilon=1e-4, **SHARED),
+    "adafactor": OptimizerConfig(name="adafactor", learning_rate=1e-2, **SHARED),
+}
+
+
+def experts_reference(cases: list[ProofCase], config: OptimizerConfig) -> list[tuple[dict[str, Tensor], Trace]]:
     Tensor.bfloat16 = Tensor.clone  # type: ignore[assignment,method-assign]
     lift_float32_casts()
     found = []
@@ -247,12 +279,12 @@ def experts_reference(cases: list[ProofCase]) -> list[tuple[dict[str, Tensor], T
         model = build_stock(case.hf_config, attention=case.attention)
         weights = with_noise(copy_weights(model))
         copy_weights_into(model, weights)
-        optimizer: Any = MuonOfStacks([*model.named_parameters()], STACKS)
+        optimizer: Any = OfStacks([*model.named_parameters()], config)
         found.append((weights, train_model(model, case.batches(), optimizer=optimizer)))
     return found
 
 
-def train_experts(cases: list[ProofCase], weights: list[dict[str, Tensor]]) -> list[Trace]:
+def train_experts(cases: list[ProofCase], weights: list[dict[str, Tensor]], config: OptimizerConfig) -> list[Trace]:
     lift_float32_casts()
     found = []
     for case, values in zip(cases, weights, strict=True):
@@ -260,14 +292,15 @@ def train_experts(cases: list[ProofCase], weights: list[dict[str, Tensor]]) -> l
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         fill_parameters(pipeline, values)
-        found.append(train_pipeline(pipeline, case.batches(), STACKS))
+        found.append(train_pipeline(pipeline, case.batches(), config))
     return found
 
 
-def test_each_expert_has_a_matrix_of_its_own() -> None:
+@pytest.mark.parametrize("name", OF_STACKS)
+def test_parts_of_stacked_experts_are_matrices(name: str) -> None:
     cases = [case_of("mixtral", mesh) for mesh in ({"ep": 2}, {"tp": 2}, {"dp_shard": 2})]
-    (references,) = run_on_ranks(1, experts_reference, cases)
-    answers = run_on_ranks(2, train_experts, cases, [weights for weights, _ in references])
+    (references,) = run_on_ranks(1, experts_reference, cases, OF_STACKS[name])
+    answers = run_on_ranks(2, train_experts, cases, [weights for weights, _ in references], OF_STACKS[name])
     for number, (_, wanted) in enumerate(references):
         assert_equal_to_reference([traces[number] for traces in answers], wanted)
 
@@ -375,7 +408,9 @@ def test_muon_takes_the_steps_of_torch(adjust_lr_fn: AdjustedLearningRate) -> No
 @pytest.mark.parametrize(
     ("config", "name", "number"),
     [
+        (OptimizerConfig(name="adafactor"), "layers.0", 8 / 15),
         (OptimizerConfig(), "layers.0", 2),
+        (OptimizerConfig(name="adamw-schedule-free"), "layers.0", 2),
         (OptimizerConfig(name="lion"), "layers.0", 1),
         (OptimizerConfig(name="muon"), "layers.0", 1),
         (OptimizerConfig(name="muon"), "lm_head", 2),
@@ -384,14 +419,14 @@ def test_muon_takes_the_steps_of_torch(adjust_lr_fn: AdjustedLearningRate) -> No
     ],
     ids=lambda it: f"{it.name}-{it.beta1}" if isinstance(it, OptimizerConfig) else str(it),
 )
-def test_bytes_of_state_are_those_that_are_kept(config: OptimizerConfig, name: str, number: int) -> None:
+def test_bytes_of_state_are_those_that_are_kept(config: OptimizerConfig, name: str, number: float) -> None:
     parameter = nn.Parameter(torch.ones(3, 5))
     optimizer = over([(f"{name}.weight", parameter)], config)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [it for it in optimizer.state[parameter].values() if isinstance(it, Tensor) and it.dim() > 0]
-    known = config.state_bytes(4, of_matrix=is_matrix(name + ".", parameter))
-    assert sum(it.nbytes for it in kept) == known * parameter.numel() == number * parameter.nbytes
+    known = config.state_bytes(4, parameter.shape, of_matrix=is_matrix(name + ".", parameter))
+    assert sum(it.nbytes for it in kept) == known == number * parameter.nbytes
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -421,6 +456,12 @@ def test_check_counts_what_a_matrix_keeps(name: OptimizerName) -> None:
         ({"name": "sgd", "beta2": 0.9}, "`beta2` is not read by the optimizer 'sgd'; leave it out"),
         ({"name": "sgd", "state": "bfloat16"}, "`state` is not read by the optimizer 'sgd'; leave it out"),
         ({"name": "muon", "state": "bfloat16"}, "`state` is not read by the optimizer 'muon'; leave it out"),
+        ({"name": "adafactor", "beta1": 0.8}, "`beta1` is not read by the optimizer 'adafactor'; leave it out"),
+        ({"beta2_decay": -0.5}, "`beta2_decay` is not read by the optimizer 'adamw'; leave it out"),
+        (
+            {"name": "adamw-schedule-free", "beta1": 0.0},
+            "`beta1` = 0 keeps no average of the weights, which is the result of 'adamw-schedule-free'; raise it",
+        ),
         ({"muon_momentum": 0.9}, "`muon_momentum` is not read by the optimizer 'adamw'; leave it out"),
         (
             {"name": "lion", "adamw_learning_rate": 1e-3},

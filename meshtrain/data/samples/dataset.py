@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.data.prepare import PreparedData, PreparedSource
 from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
 from meshtrain.data.samples.order import GroupedOrder, Order, SampleOrder
+from meshtrain.data.samples.ramp import RampedOrder
 from meshtrain.data.samples.rows import MixedSamples, PackedSamples, PaddedSamples, Samples
 from meshtrain.data.samples.stream import StreamForm, StreamSamples
 from meshtrain.data.samples.stream_rows import StreamReader
@@ -35,7 +37,7 @@ class Dataset:
         counts = self.order.samples_before(data_step)
         # The order of a single source does not count samples.
         return {
-            name: stream.cursor(counts.get(name, data_step * self.order.global_batch_size))
+            name: stream.cursor(counts.get(name, self.order.num_samples_before(data_step)))
             for name, stream in self.streams.items()
         }
 
@@ -63,8 +65,16 @@ class Dataset:
         )
 
 
-def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Dataset:
+def build_dataset(
+    prepared: PreparedData, *, global_batch_size: int, seed: int, ramp: BatchRampConfig = NO_RAMP
+) -> Dataset:
     """Build the dataset of a run.
+
+    Args:
+        prepared: the data.
+        global_batch_size: samples in one step, over all processes.
+        seed: decides the order.
+        ramp: smaller batches of the first steps.
 
     Raises:
         DataError: if there is too little of it, or the share of a source is too small.
@@ -72,7 +82,9 @@ def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) 
     check_enough(prepared, global_batch_size)
     parts = {source.name: _train_samples(prepared, source, seed) for source in prepared.sources}
     samples = _join_samples(list(parts.values()))
-    order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
+    order = _order(prepared, parts, global_batch_size=ramp.unit(global_batch_size), seed=seed)
+    if ramp.first is not None:
+        order = RampedOrder(order, ramp.batches(global_batch_size), global_batch_size)
     if prepared.config.group_by_length is not None:
         order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
     validation = {}
@@ -144,7 +156,7 @@ def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_si
 
 def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) -> Samples:
     if isinstance(source.train, TokenFile):
-        return _cut_samples(prepared, source.train)
+        return _cut_samples(prepared, source.train, has_weights=prepared.config.has_weights)
     config, tokenizer = prepared.config, prepared.tokenizer
     stream_seed = f"{seed}/{source.name}"
     reader = StreamReader(source.train.corpus, source.train.task, tokenizer.end_id, config.shuffle, stream_seed)
@@ -164,13 +176,17 @@ def _join_samples(parts: list[Samples]) -> Samples:
     return parts[0] if len(parts) == 1 else MixedSamples(parts)
 
 
-def _cut_samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
+def _cut_samples(prepared: PreparedData, tokens: TokenFile, *, has_weights: bool = False) -> Samples:
     config, pad_id = prepared.config, prepared.tokenizer.pad_id
     if config.form == "padded":
         multiple = config.pad_to_multiple_of
-        return PaddedSamples(tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple)
+        return PaddedSamples(
+            tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple, has_weights=has_weights
+        )
     separate = config.documents == "separate"
-    return PackedSamples(tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate)
+    return PackedSamples(
+        tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate, has_weights=has_weights
+    )
 
 
 def _describe_shortage(

@@ -26,13 +26,15 @@ class Batch:
     epoch: int
     """The epoch of that batch, from 0."""
     sample_ids: np.ndarray
-    """(global_batch,) int64: the samples of the whole step, the same on every rank, for logs."""
+    """(batch,) int64: the samples of the whole step, the same on every rank, for logs."""
     tensors: dict[str, Tensor]
-    """The rows of this rank, (global_batch/dp, seq) int64 each.
+    """The rows of this rank, (batch/dp, seq) int64 each.
 
     They are `input_ids` and `labels`, and `attention_mask` or `position_ids` if the form of the
     data has them.
     """
+    num_samples: int
+    """The number of samples so far, over all processes."""
     source_samples: dict[str, int]
     """Source -> its number of samples so far, over all processes; empty for a single source."""
 
@@ -58,16 +60,13 @@ def build_loader(
     Args:
         dp_rank: the coordinate of this rank over all data-parallel axes; it reads the rows
             dp_rank * local_batch <= row < (dp_rank + 1) * local_batch of the global batch.
-        dp_size: must divide the global batch.
+        dp_size: must divide every global batch.
         left_out: indices of batches that no step reads, ascending.
         with_tokens: whether this process needs tokens. If not, `input_ids` are 0, and `labels` only
             mark which positions are trained on.
         pin_memory: put the tensors into page-locked memory. The process must have selected its GPU
             before.
     """
-    local_batch, rest = divmod(order.global_batch_size, dp_size)
-    assert rest == 0, f"a global batch of {order.global_batch_size} does not divide over {dp_size} ranks"
-    rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
 
     def read(step: int) -> Batch | UserError:
         try:
@@ -80,16 +79,20 @@ def build_loader(
     def read_batch(step: int) -> Batch:
         data_step = find_data_step(step, left_out)
         sample_ids = order.sample_ids(data_step)
+        local_batch, rest = divmod(len(sample_ids), dp_size)
+        assert rest == 0, f"a global batch of {len(sample_ids)} does not divide over {dp_size} ranks"
+        rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
         arrays = samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        counts = order.samples_before(data_step + 1)
+        counts, number = order.samples_before(data_step + 1), order.num_samples_before(data_step + 1)
         for skipped in left_out:
             if skipped < data_step:
-                passed = order.count(order.sample_ids(skipped))
+                ids = order.sample_ids(skipped)
+                passed, number = order.count(ids), number - len(ids)
                 counts = {source: count - passed[source] for source, count in counts.items()}
-        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, counts)
+        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, number, counts)
 
     # One thread is enough: it copies gigabytes a second. ParallelMapper and PinMemory are not used,
     # because their threads call torch.set_num_threads(1), which leaves one core for the CPU

@@ -115,6 +115,10 @@ class MixtureOrder:
             ids[chosen] = self._offsets[number] + self._shuffled(self._sources[number], indices[chosen])
         return ids
 
+    def num_samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before `step`."""
+        return step * self.global_batch_size
+
     def samples_before(self, step: int) -> dict[str, int]:
         """Return source -> its samples in all steps before `step`."""
         end = step * self.global_batch_size

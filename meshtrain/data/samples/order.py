@@ -29,7 +29,7 @@ class Order(Protocol):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one step, over all processes."""
+        """Samples in one step, over all processes; the first steps may have fewer."""
         ...
 
     @property
@@ -48,6 +48,10 @@ class Order(Protocol):
 
     def sample_ids(self, step: int) -> np.ndarray:
         """Return the samples of `step` (from 0): (global_batch,) int64."""
+        ...
+
+    def num_samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before `step`."""
         ...
 
     def samples_before(self, step: int) -> dict[str, int]:
@@ -104,6 +108,10 @@ class SampleOrder:
         positions[~is_sample] = FILLER
         return positions
 
+    def num_samples_before(self, step: int) -> int:
+        """Return the number of samples, and of rows without one, in all steps before `step`."""
+        return step * self.global_batch_size
+
     def samples_before(self, step: int) -> dict[str, int]:
         """Return nothing: there is only one source."""
         return {}
@@ -139,6 +147,10 @@ class GroupedOrder:
         """Return the samples of `step` (from 0): (global_batch,) int64."""
         first, num_steps = self._group_of(step)
         return self._sorted_group(first, num_steps)[step - first]
+
+    def num_samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before `step`."""
+        return self._order.num_samples_before(step)
 
     def samples_before(self, step: int) -> dict[str, int]:
         """Return source -> its number of samples in all steps before `step`."""

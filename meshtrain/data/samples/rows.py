@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.data.samples.order import FILLER
+from meshtrain.data.samples.weights import weighted_labels
 from meshtrain.data.tokens.token_file import TokenFile
 
 Arrays = dict[str, np.ndarray]
@@ -57,12 +58,19 @@ class PackedSamples:
         separate_documents: return `position_ids` that restart at every document. A model of
             transformers derives from them the mask that separates documents. The first token of a
             document is not predicted then.
+        has_weights: whether labels carry weights: those of the documents, or 1 if these have none.
     """
 
     def __init__(
-        self, tokens: TokenFile, sequence_length: int, *, pad_id: int, separate_documents: bool = False
+        self,
+        tokens: TokenFile,
+        sequence_length: int,
+        *,
+        pad_id: int,
+        separate_documents: bool = False,
+        has_weights: bool = False,
     ) -> None:
-        self._file = tokens
+        self._file, self._has_weights = tokens, has_weights
         self._sequence_length, self._pad_id, self._separates = sequence_length, pad_id, separate_documents
         self._num_samples = max(0, (tokens.counts.tokens - 1) // sequence_length)
 
@@ -96,7 +104,15 @@ class PackedSamples:
             for row, start in zip(begins, starts, strict=True):
                 first, last = np.searchsorted(self._file.offsets, (start + 1, start + len(row)))
                 row[self._file.offsets[first:last] - start] = True
-        return packed_arrays(tokens, is_trained & ~begins, begins if self._separates else None, is_filler, self._pad_id)
+        arrays = packed_arrays(
+            tokens, is_trained & ~begins, begins if self._separates else None, is_filler, self._pad_id
+        )
+        if self._has_weights:
+            # The tokens that are predicted, and the documents that they belong to.
+            places = starts[:, None] + np.arange(1, shape[1])
+            weights = _weights_of(self._file, np.searchsorted(self._file.offsets, places, "right") - 1)
+            arrays["labels"] = weighted_labels(arrays["labels"], weights)
+        return arrays
 
 
 def packed_arrays(
@@ -131,12 +147,19 @@ class PaddedSamples:
         sequence_length: the largest number of tokens of a sample.
         pad_to_multiple_of: a batch is as wide as its longest sample, rounded up to a multiple of
             this; None: all batches are as wide as `sequence_length`.
+        has_weights: as for `PackedSamples`.
     """
 
     def __init__(
-        self, tokens: TokenFile, sequence_length: int, *, pad_id: int, pad_to_multiple_of: int | None = None
+        self,
+        tokens: TokenFile,
+        sequence_length: int,
+        *,
+        pad_id: int,
+        pad_to_multiple_of: int | None = None,
+        has_weights: bool = False,
     ) -> None:
-        self._file, self._offsets = tokens, tokens.offsets
+        self._file, self._offsets, self._has_weights = tokens, tokens.offsets, has_weights
         self._sequence_length = sequence_length
         self._multiple = pad_to_multiple_of
         self._pad_id = pad_id
@@ -166,7 +189,17 @@ class PaddedSamples:
                 tokens[row, :length] = self._file.tokens[start : start + length]
             if self._file.trained is not None:
                 is_trained[row, :length] = self._file.trained[start : start + length]
-        return padded_arrays(tokens, is_trained, lengths, is_filler, self._pad_id)
+        arrays = padded_arrays(tokens, is_trained, lengths, is_filler, self._pad_id)
+        if self._has_weights:
+            weights = _weights_of(self._file, np.where(is_filler, 0, sample_ids))
+            labels = arrays["labels"]
+            arrays["labels"] = weighted_labels(labels, np.broadcast_to(weights[:, None], labels.shape))
+        return arrays
+
+
+def _weights_of(tokens: TokenFile, documents: np.ndarray) -> np.ndarray:
+    """Return the weights of documents, float32, in the shape of their numbers."""
+    return np.ones(documents.shape, np.float32) if tokens.weights is None else tokens.weights[documents]
 
 
 def padded_width(lengths: np.ndarray, longest: int, multiple: int | None) -> int:

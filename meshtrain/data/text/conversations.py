@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from meshtrain.data.text.chat_template import ChatTemplate
 from meshtrain.data.text.corpus import RecordForm
 from meshtrain.data.text.images import TEXT_ALONE, check_no_images, type_name
-from meshtrain.data.text.records import Fields, checked_text
+from meshtrain.data.text.records import Fields, checked_text, checked_weight
 
 ASSISTANT = "assistant"
 
@@ -29,6 +29,8 @@ class TokenizedRecord(NamedTuple):
     """(tokens,) bool: whether to train on predicting the token."""
     num_bytes: int
     """The size of the text that was tokenized."""
+    weight: float = 1.0
+    """How much each of its tokens counts in the loss."""
 
 
 def build_record_tokenizer(
@@ -41,11 +43,29 @@ def build_record_tokenizer(
     Args:
         template: needed for conversations only.
     """
+    key = form.weight_key
+    tokenize = _tokenizer_of(form, template, tokenizer)
+    if key is None:
+        return tokenize
+    return lambda record: tokenize(record)._replace(weight=checked_weight(record.values[key], key, form.keys[key]))
+
+
+def _tokenizer_of(
+    form: RecordForm, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> Callable[[Fields], TokenizedRecord]:
+    key, *others = form.keys
+    if form.kind == "text":
+        return lambda record: _read(record.values, tokenizer, form, key)
     if form.kind == "completion":
-        prompt, completion = form.keys
-        return lambda record: _complete(record.values, tokenizer, form, prompt, completion)
+        return lambda record: _complete(record.values, tokenizer, form, key, others[0])
     assert template is not None, "the caller loads the template for conversations"
-    return lambda record: _converse(record.values, tokenizer, template, form)
+    return lambda record: _converse(record.values, tokenizer, template, form, key)
+
+
+def _read(record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, key: str) -> TokenizedRecord:
+    text = checked_text(record[key], key, form.keys[key])
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    return TokenizedRecord(ids, np.ones(len(ids), bool), len(text.encode()))
 
 
 def _complete(
@@ -64,10 +84,9 @@ def _complete(
 
 
 def _converse(
-    record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm
+    record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm, key: str
 ) -> TokenizedRecord:
-    ((key, setting),) = form.keys.items()
-    messages = _checked_messages(record[key], key, setting)
+    messages = _checked_messages(record[key], key, form.keys[key])
     text, spans = _spans(messages, record.get("tools"), template)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = np.array([start for start, _ in encoding.offsets], np.int64)

@@ -44,12 +44,15 @@ class RecordForm:
     """What the records of a source hold when they are not single texts.
 
     Attributes:
-        keys: key of a record -> setting that names it. The key holds messages, a prompt or a
-            completion.
+        keys: key of a record -> setting that names it. The key holds a text, messages, a prompt or
+            a completion; the last one the weight of the record, if it has one.
+        weight_key: the key of the weight; None: there are no weights. Only then, a form may be
+            `text`.
     """
 
-    kind: Literal["chat", "completion"]
+    kind: Literal["text", "chat", "completion"]
     keys: dict[str, str]
+    weight_key: str | None = None
 
 
 class Position(NamedTuple):
@@ -87,6 +90,11 @@ class Corpus:
     settings: SettingNames = SettingNames()
 
     @property
+    def has_weights(self) -> bool:
+        """Whether its records have weights."""
+        return self.form is not None and self.form.weight_key is not None
+
+    @property
     def num_bytes(self) -> int:
         """The size of the files on disk."""
         return sum(file.num_bytes for file in self.files)
@@ -106,6 +114,8 @@ class Corpus:
         contents = [(file.kind, content) for file, content in zip(self.files, self.content_hashes, strict=True)]
         reading = (READING_VERSION, PIECE_CHARACTERS, self.text_key, self.on_bad_record, self.held_out)
         form = None if self.form is None else (self.form.kind, list(self.form.keys))
+        if self.has_weights:
+            return compute_identity(contents, reading, self.num_documents, form, "weights")
         return compute_identity(contents, reading, self.num_documents, form)
 
     def is_held_out(self, document: int) -> bool:

@@ -11,6 +11,8 @@ from meshtrain.errors import name_some
 BEGINNINGS = (b"[", b"{", b"[{")
 """The first line of a JSON file that does not hold one record per line."""
 
+LARGEST_WEIGHT = 1_000_000
+
 
 class Text(NamedTuple):
     """A document, or a piece of one that is too long to be held in memory."""
@@ -134,3 +136,16 @@ def checked_text(text: object, key: str, setting: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f'the text of "{key}" holds half a surrogate pair, which stands for no character') from None
     return text
+
+
+def checked_weight(weight: object, key: str, setting: str) -> float:
+    """Return a weight that a loss can be multiplied by; the arguments are those of `checked_text`.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f'the key "{key}" ({setting}) holds {type_name(weight)} and not a number')
+    if not 0 <= weight <= LARGEST_WEIGHT:
+        raise ValueError(f'the key "{key}" ({setting}) holds {weight}, and weights are from 0 to {LARGEST_WEIGHT:,}')
+    return float(weight)

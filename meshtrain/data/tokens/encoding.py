@@ -34,6 +34,9 @@ class EncodedBlock:
     """Bad records, each with the number of texts before it."""
     trained: np.ndarray | None = None
     """(tokens,) bool: whether to train on predicting the token; None: all tokens are."""
+    weights: np.ndarray | None = None
+    """(texts,) float32: how much the tokens of a text, which is a document, count in the loss;
+    None: all count the same."""
 
     def select(self, chosen: np.ndarray) -> Self:
         """Return the texts where `chosen`, (texts,) bool, is true, without the problems."""
@@ -45,6 +48,7 @@ class EncodedBlock:
             ends_document=self.ends_document[chosen],
             problems=[],
             trained=None if self.trained is None else self.trained[chosen_tokens],
+            weights=None if self.weights is None else self.weights[chosen],
         )
 
 
@@ -87,20 +91,18 @@ class RecordEncoder:
 
     Args:
         tokenize: record -> its tokens and marks; raises ValueError for a bad record.
-        keys: key that each record must have -> setting that names it.
+        form: of the records.
     """
 
-    def __init__(
-        self, tokenize: Callable[[Fields], TokenizedRecord], token_type: np.dtype, keys: dict[str, str]
-    ) -> None:
-        self._tokenize, self._token_type, self._keys = tokenize, token_type, keys
+    def __init__(self, tokenize: Callable[[Fields], TokenizedRecord], token_type: np.dtype, form: RecordForm) -> None:
+        self._tokenize, self._token_type, self._form = tokenize, token_type, form
 
     def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
         """Encode all records of chunks, in order; each is a document."""
         found: list[TokenizedRecord] = []
         problems: list[tuple[int, BadRecord]] = []
         for chunk in chunks:
-            for record in parse_fields(chunk, self._keys):
+            for record in parse_fields(chunk, self._form.keys):
                 if isinstance(record, BadRecord):
                     problems.append((len(found), record))
                     continue
@@ -115,6 +117,7 @@ class RecordEncoder:
             ends_document=np.ones(len(found), np.bool_),
             problems=problems,
             trained=np.concatenate([np.zeros(0, np.bool_), *(one.trained for one in found)]),
+            weights=None if self._form.weight_key is None else np.array([one.weight for one in found], np.float32),
         )
 
 
@@ -136,9 +139,7 @@ class Task:
         tokenizer = Tokenizer.from_str(self.tokenizer)
         if self.form is None:
             return Encoder(tokenizer, self.token_type, self.text_key, self.text_key_setting)
-        return RecordEncoder(
-            build_record_tokenizer(self.form, self.template, tokenizer), self.token_type, self.form.keys
-        )
+        return RecordEncoder(build_record_tokenizer(self.form, self.template, tokenizer), self.token_type, self.form)
 
 
 def build_task(corpus: Corpus, tokenizer: Tokenizer, token_type: np.dtype, template: ChatTemplate | None) -> Task:

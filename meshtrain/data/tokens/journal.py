@@ -64,8 +64,12 @@ class Job:
 
     def writer(self, directory: Path, state: PartState) -> PartWriter:
         """Open one of the token files for writing, from `state` on."""
-        has_marks = self.corpus.form is not None
-        return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, has_marks=has_marks)
+        return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, **self.arrays)
+
+    @property
+    def arrays(self) -> dict[str, bool]:
+        """Whether a token file has marks and weights, as arguments of `file_sizes`."""
+        return {"has_marks": self.corpus.form is not None, "has_weights": self.corpus.has_weights}
 
 
 @dataclass
@@ -95,7 +99,7 @@ def load_journal(directory: Path, job: Job) -> Progress | None:
         return None
     position, parts = Position(*entry.pop("position")), tuple(PartState(**state) for state in entry.pop("parts"))
     for part, state in zip(job.parts, parts, strict=True):
-        for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
+        for name, size in file_sizes(state, job.type_on_disk, **job.arrays).items():
             file = directory / part / name
             if not file.exists() or file.stat().st_size < size:
                 return None

@@ -9,6 +9,8 @@ import numpy as np
 
 from meshtrain.data.tokens.encoding import EncodedBlock
 
+WEIGHT_BYTES = 4
+
 
 @dataclass(frozen=True)
 class PartState:
@@ -32,15 +34,23 @@ class PartWriter:
         state: how much of the files in it to keep.
         end_id: written after each document.
         has_marks: whether the blocks mark what is trained on.
+        has_weights: whether the blocks have weights of documents.
     """
 
     def __init__(
-        self, directory: Path, token_type: np.dtype, end_id: int, state: PartState, *, has_marks: bool
+        self,
+        directory: Path,
+        token_type: np.dtype,
+        end_id: int,
+        state: PartState,
+        *,
+        has_marks: bool,
+        has_weights: bool,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.state = state
         self._end_id = end_id
-        sizes = file_sizes(state, token_type, has_marks=has_marks)
+        sizes = file_sizes(state, token_type, has_marks=has_marks, has_weights=has_weights)
         self._streams = {name: _open_at(directory / name, size) for name, size in sizes.items()}
         self._tokens, self._documents = self._streams["tokens.bin"], self._streams["documents.bin"]
         if not self._documents.tell():
@@ -67,6 +77,8 @@ class PartWriter:
             # there already.
             learns_end = block.trained[end_positions - 1] & (block.tokens[end_positions - 1] != self._end_id)
             self._streams["trained.bin"].write(np.insert(block.trained, end_positions, learns_end).tobytes())
+        if block.weights is not None:
+            self._streams["weights.bin"].write(block.weights[kept].tobytes())
         ends = self.state.tokens + np.cumsum(lengths[kept] + 1)
         self._documents.write(ends.tobytes())
         self.state = replace(
@@ -85,14 +97,15 @@ class PartWriter:
             os.fsync(stream.fileno())
 
 
-def file_sizes(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
+def file_sizes(state: PartState, token_type: np.dtype, *, has_marks: bool, has_weights: bool) -> dict[str, int]:
     """Return file name -> size in bytes, for a token file in this state."""
     num_tokens = state.tokens + state.open_tokens
     sizes = {
         "tokens.bin": num_tokens * token_type.itemsize,
         "documents.bin": (state.documents + 1) * 8 if state != PartState() else 0,
     }
-    return {**sizes, "trained.bin": num_tokens} if has_marks else sizes
+    sizes |= {"trained.bin": num_tokens} if has_marks else {}
+    return sizes | ({"weights.bin": state.documents * WEIGHT_BYTES} if has_weights else {})
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:

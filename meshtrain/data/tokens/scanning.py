@@ -85,6 +85,11 @@ def scan_trained_mask(path: Path) -> tuple[int, str]:
     return num_tokens, hashed.hexdigest()
 
 
+def hash_of(path: Path) -> str:
+    """Return the hash of a file that is small beside the tokens."""
+    return xxh3_128(path.read_bytes()).hexdigest()
+
+
 def _check_range(path: Path, part: np.ndarray, start: int, tokenizer: TokenizerFiles) -> None:
     is_wrong = (part >= tokenizer.vocab_size) | (part < 0)
     if is_wrong.any():

@@ -5,6 +5,7 @@ A token file is a directory:
                     uint16, or uint32 if the vocabulary is larger than 65,536
     documents.bin   int64: the first token of each document, then the number of tokens
     trained.bin     only if not every token is trained on: a byte for each token, 1 if it is
+    weights.bin     only if documents have weights: float32 for each document
     counts.json     TokenCounts
 Every document has 2 tokens or more. Documents without a token are left out and counted.
 """
@@ -59,6 +60,8 @@ class TokenCounts:
     """Tokens that are trained on; None: all."""
     trained_hash: str | None = None
     """Of trained.bin, if there is one."""
+    weights_hash: str | None = None
+    """Of weights.bin, if there is one."""
     format: int = FORMAT_VERSION
 
     def write(self, directory: Path) -> None:
@@ -77,7 +80,8 @@ class TokenCounts:
             content: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error})", "tokenize again, or copy it again") from error
-        if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
+        # Files from before weights do not name them.
+        if not isinstance(content, dict) or {*content, "weights_hash"} != {field.name for field in fields(cls)}:
             raise DataError(
                 f"{path} is not of the format {FORMAT_VERSION} that this version reads",
                 "tokenize again with meshtrain tokenize",
@@ -117,6 +121,7 @@ class TokenFile:
     tokens_file: ArrayFile
     offsets_file: ArrayFile
     trained_file: ArrayFile | None = None
+    weights_file: ArrayFile | None = None
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -133,11 +138,18 @@ class TokenFile:
         """(tokens,) bool: whether to train on predicting the token; None: all tokens are."""
         return None if self.trained_file is None else self.trained_file.map()
 
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        """(documents,) float32: how much the tokens of a document count; None: all the same."""
+        return None if self.weights_file is None else self.weights_file.map()
+
     @property
     def identity(self) -> str:
-        """A hash of all its tokens and document borders."""
+        """A hash of all its tokens, document borders and weights."""
+        counts = self.counts
+        weights = () if counts.weights_hash is None else (counts.weights_hash,)
         return compute_identity(
-            self.counts.tokens_hash, self.counts.documents_hash, self.counts.trained_hash, self.counts.tokenizer
+            counts.tokens_hash, counts.documents_hash, counts.trained_hash, counts.tokenizer, *weights
         )
 
     @classmethod
@@ -152,6 +164,8 @@ class TokenFile:
         sizes = {"tokens.bin": counts.tokens * token_type.itemsize, "documents.bin": (counts.documents + 1) * 8}
         if counts.trained_hash is not None:
             sizes["trained.bin"] = counts.tokens
+        if counts.weights_hash is not None:
+            sizes["weights.bin"] = counts.documents * 4
         for name, size in sizes.items():
             check_size(directory / name, size, stated_in="counts.json")
         tokens = ArrayFile(directory / "tokens.bin", token_type, counts.tokens)
@@ -159,7 +173,10 @@ class TokenFile:
         trained = None
         if counts.trained_hash is not None:
             trained = ArrayFile(directory / "trained.bin", np.dtype(np.bool_), counts.tokens)
-        return cls(directory, counts, tokens, offsets, trained)
+        weights = None
+        if counts.weights_hash is not None:
+            weights = ArrayFile(directory / "weights.bin", np.dtype(np.float32), counts.documents)
+        return cls(directory, counts, tokens, offsets, trained, weights)
 
 
 def is_token_file(directory: Path) -> bool:
@@ -194,6 +211,7 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles, cache: Cache) -> To
         "tokens.bin": file.counts.tokens_hash,
         "documents.bin": file.counts.documents_hash,
         "trained.bin": file.counts.trained_hash,
+        "weights.bin": file.counts.weights_hash,
     }
     names = [name for name, declared in declared_hashes.items() if declared is not None]
     hashes = content_hashes([inspect_file(directory / name, "tokens") for name in names], cache)

@@ -24,7 +24,7 @@ from meshtrain.data.tokens.cutting import Cutter
 from meshtrain.data.tokens.encoding import EncodedBlock, build_task
 from meshtrain.data.tokens.journal import JOURNAL, Job, Progress, load_journal
 from meshtrain.data.tokens.part_writer import PartState, PartWriter, file_sizes
-from meshtrain.data.tokens.scanning import progress_if_long, scan_tokens, scan_trained_mask
+from meshtrain.data.tokens.scanning import hash_of, progress_if_long, scan_tokens, scan_trained_mask
 from meshtrain.data.tokens.token_file import (
     TRAIN,
     VALIDATION,
@@ -195,7 +195,7 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
 
 def _finish_part(directory: Path, job: Job, state: PartState, progress: Progress) -> None:
     """Check what was written to a part, and write its counts."""
-    for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
+    for name, size in file_sizes(state, job.type_on_disk, **job.arrays).items():
         check_size(directory / name, size, stated_in="the process that wrote it")
     offsets = np.memmap(directory / "documents.bin", np.int64, "r")
     tokens = directory / "tokens.bin"
@@ -215,13 +215,14 @@ def _finish_part(directory: Path, job: Job, state: PartState, progress: Progress
         tokens_hash=scan.tokens_hash,
         documents_hash=scan.documents_hash,
         meshtrain=version("meshtrain"),
-        **_count_trained(directory, job),
+        **_count_marks(directory, job),
     ).write(directory)
 
 
-def _count_trained(directory: Path, job: Job) -> dict[str, Any]:
-    """Return the counts of the tokens that are trained on, if not all are."""
+def _count_marks(directory: Path, job: Job) -> dict[str, Any]:
+    """Return the counts of what is known of single tokens and documents, if anything is."""
     if job.corpus.form is None:
         return {}
     num_tokens, hashed = scan_trained_mask(directory / "trained.bin")
-    return {"trained_tokens": num_tokens, "trained_hash": hashed}
+    weights = {"weights_hash": hash_of(directory / "weights.bin")} if job.corpus.has_weights else {}
+    return {"trained_tokens": num_tokens, "trained_hash": hashed, **weights}

@@ -20,6 +20,7 @@ class BatchShape:
         sequence_length: in tokens.
         width_multiple: in tokens; batches may be narrower, and their width is a multiple of this
             number. None if all batches have the same width.
+        smaller: sizes of smaller global batches at the start of a run, in sequences.
         separates: whether rows are made of documents that do not see each other.
     """
 
@@ -27,6 +28,7 @@ class BatchShape:
     micro_batch_size: int
     sequence_length: int
     width_multiple: int | None = None
+    smaller: tuple[int, ...] = ()
     separates: bool = False
 
 
@@ -43,6 +45,12 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
             f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_degree} x micro_batch_size "
             f"{batch.micro_batch_size} = {unit}",
             nearest_multiples(batch.global_batch_size, unit),
+        )
+    if wrong := [size for size in batch.smaller if size % unit]:
+        yield Problem(
+            f"batch_ramp has a batch of {wrong[0]} sequences, which is not a multiple of dp {data_degree} x "
+            f"micro_batch_size {batch.micro_batch_size} = {unit}",
+            "set first and increment of batch_ramp to multiples of it",
         )
 
 

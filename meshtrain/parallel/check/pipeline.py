@@ -1,6 +1,7 @@
 """Check the pipeline of a plan (schedule, cuts), and count the layers of every stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -99,9 +100,21 @@ def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
             f"set it to that, or use a schedule for {per_rank}: {others}",
         )
     else:
-        yield from check_microbatches(plan, batch)
+        yield from _check_all_batches(plan, batch)
     if schedule.splits_backward:
         yield from _check_split_backward(plan)
+
+
+def _check_all_batches(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    problems = list(check_microbatches(plan, batch))
+    yield from problems
+    for size in () if problems else batch.smaller:
+        for problem in check_microbatches(plan, replace(batch, global_batch_size=size)):
+            yield Problem(
+                f"batch_ramp has a batch of {size} sequences: {problem.found}",
+                "set first and increment of batch_ramp to larger numbers",
+            )
+            return
 
 
 def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain import console
+from meshtrain.config.batch_ramp import NO_RAMP
 from meshtrain.config.machine import MachineConfig, SpeedConfig
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
@@ -99,7 +100,11 @@ def _workload(config: RunConfig | None) -> Workload:
 def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
     resolved = resolve_run(config)
     number = resolved.batch.global_batch_size // resolved.batch.micro_batch_size
-    update = {"micro_batch_size": micro_batch_size, "global_batch_size": number * micro_batch_size}
+    update = {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": number * micro_batch_size,
+        "batch_ramp": NO_RAMP,
+    }
     return simulated_run(resolve_run(config.model_copy(update=update)), on_gpus=torch.cuda.is_available())
 
 

@@ -240,7 +240,7 @@ def _variants(
         choices.of("plan.shard.reshard_after_forward", reshards),
         choices.of("plan.shard.offload", offloads),
     ):
-        if config.global_batch_size % (mesh.data_degree * size):
+        if config.batch_ramp.unit(config.global_batch_size) % (mesh.data_degree * size):
             continue
         number = per_rank // size
         if pp > 1 and not _has_enough(schedule, number, pp, pp * stages):

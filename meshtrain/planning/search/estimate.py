@@ -4,6 +4,7 @@ The numbers of a layer come from simulated steps. A test compares the results wi
 They choose which candidates are simulated, and say why others lose.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
@@ -30,6 +31,8 @@ ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
 # of parameters.
 MORE_ROWS = 4
+# Shape of a matrix in a usual model: what an optimizer keeps may depend on it.
+LARGE = (4_096, 4_096)
 # Between its two parts, a backward pass keeps gradients too.
 SPLIT = 1.3
 
@@ -81,8 +84,8 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
-        kept: bytes of a number of a parameter, and whether it belongs to a matrix of the layers ->
-            bytes that the run keeps for it between steps, besides the number.
+        kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
+            matrix of the layers -> bytes that the run keeps for the part between steps, besides it.
         batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -105,7 +108,7 @@ class Estimator:
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
-        self._kept = tuple(kept(self._parameter, of_matrix=it) for it in (False, True))
+        self._kept = tuple(kept(self._parameter, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel
 
+from meshtrain.config.batch_ramp import NO_RAMP
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import AXES, MeshPlan
 from meshtrain.config.plan import TensorPlan
@@ -64,7 +65,9 @@ class Wanted:
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
         base = self.base
-        batch = replace(base.batch, global_batch_size=self.config.global_batch_size, micro_batch_size=rows)
+        number = self.config.global_batch_size
+        smaller = tuple(self.config.batch_ramp.sizes(number))
+        batch = replace(base.batch, global_batch_size=number, micro_batch_size=rows, smaller=smaller)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,
@@ -85,7 +88,7 @@ class Wanted:
             rows: sequences of a microbatch.
         """
         tp, sequence_parallel, recompute = kind
-        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows})
+        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows, "batch_ramp": NO_RAMP})
         candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
         return replace(self, config=config, world_size=tp), candidate
 

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshtrain.config.batch_ramp import NO_RAMP
 from meshtrain.config.ema import NO_EMA
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.optimizer import GroupConfig, LearningRateConfig
@@ -42,6 +43,7 @@ def trial_config(config: RunConfig, bounds: Bounds) -> RunConfig:
             "run_directory": str(scratch_directory(config)),
             "steps": bounds.steps,
             "epochs": None,
+            "batch_ramp": NO_RAMP,
             "machine": "none",
             "optimizer": optimizer.model_copy(
                 update={"learning_rate": bounds.highest, "adamw_learning_rate": adamw, "groups": groups}
@@ -53,7 +55,7 @@ def trial_config(config: RunConfig, bounds: Bounds) -> RunConfig:
             "tasks": TasksConfig(),
             "generate": GenerateConfig(),
             "ema": NO_EMA,
-            "logging": config.logging.model_copy(update={"trackers": []}),
+            "logging": config.logging.model_copy(update={"trackers": [], "noise_scale_every": None}),
             # A loss that is not finite ends the trial, and is no failure.
             "bad_steps": BadStepsConfig(policy="skip", max_skips=bounds.steps),
             "profile": ProfileConfig(),
