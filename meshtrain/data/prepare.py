@@ -14,7 +14,7 @@ from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.console import BYTES_PER_MB
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.run_sources import FoundSource, find_sources
-from meshtrain.data.text.chat_template import find_chat_template
+from meshtrain.data.text.chat_template import template_for
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.corpus import Corpus, RecordForm, SettingNames
 from meshtrain.data.text.sources import SourceFile
@@ -152,10 +152,9 @@ def _setting_names(name: str, config: DataConfig) -> SettingNames:
 
 
 def _record_form(name: str, source: MixedSourceConfig, config: DataConfig) -> RecordForm | None:
-    keys = {"chat": ["messages_key"], "completion": ["prompt_key", "completion_key"], "text": []}[source.format]
     if source.format == "text":
         return None
-    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in keys})
+    return RecordForm(source.format, {key: config.key_of(name, setting) for setting, key in source.keys.items()})
 
 
 def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Cache) -> TokenizerFiles:
@@ -215,8 +214,7 @@ class _SourcePreparation:
         return PreparedSource(source.name, source.config, train, parts.get(VALIDATION), identity)
 
     def _stream(self, corpus: Corpus) -> Stream:
-        is_chat = corpus.form is not None and corpus.form.kind == "chat"
-        template = find_chat_template(self.tokenizer) if is_chat else None
+        template = template_for(corpus, self.tokenizer)
         if template is not None and "strftime_now" in template.source:
             raise DataError(
                 f"the chat template of {self.tokenizer.directory} writes the current date (strftime_now), so a stream "

@@ -46,6 +46,13 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
                 f"{config.key_of(name, 'validation')} = {source.validation}: documents of tokenized data cannot be "
                 "held out; tokenize with meshtrain tokenize --validation, and name what it wrote"
             )
+        if source.is_of_answers:
+            problems += [
+                f"{config.key_of(name, part)}: {where} is tokenized already, and {config.key_of(name, 'format')} = "
+                f'"{source.format}" is for records: name the files with them'
+                for part, where in parts.items()
+                if isinstance(where, str)
+            ]
         found.append(FoundSource(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)

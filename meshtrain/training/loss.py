@@ -1,5 +1,6 @@
 """The loss: next-token cross-entropy, summed over tokens and divided once by their global count."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from meshtrain.config.mesh import TP
 from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
+
+Batch = Mapping[str, Tensor]
+"""Name -> tensor of a batch; the model takes all of them but `labels`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class TokenLoss:
         """Return the metrics for the terms of the loss of a step."""
         return ()
 
+    @property
+    def evaluated_terms(self) -> tuple[str, ...]:
+        """Return the metrics for the terms of an evaluation."""
+        return ()
+
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the () sum of the cross-entropy over the trained tokens, in nats.
 
@@ -42,11 +51,48 @@ class TokenLoss:
             labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not
                 count.
         """
+        return self._reduced(logits, labels, "sum")
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the (batch, seq) cross-entropy of each token, 0 for one that does not count.
+
+        The arguments are as above.
+        """
+        return self._reduced(logits, labels, "none").view_as(labels)
+
+    def _reduced(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         logits, labels = widened(logits).flatten(0, 1), labels.flatten()
         if self.group is None:
-            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        total: Tensor = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
-        return total
+            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)
+        found: Tensor = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group, reduction)  # type: ignore[no-untyped-call]
+        return found
+
+    def begin_step(
+        self, pipeline: Pipeline, batch: Batch, num_tokens: Tensor, scale: float
+    ) -> "tuple[Batch, MeanLoss]":
+        """Return what the pipeline computes of a batch, and the loss function of the step.
+
+        Collective, for a loss that needs another pass before.
+
+        Args:
+            pipeline: of the run.
+            batch: of this process, as the data have it.
+            num_tokens: () int64, the number of trained tokens in the global batch.
+            scale: the loss scale of float16.
+        """
+        return batch, self.mean_over(num_tokens, scale=scale)
+
+    def evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
+        """Return (2 * terms + 2,) float64 sums over a batch: of the loss, of each term, and counts.
+
+        The first half is what this process has computed, and the second what its data count, which
+        is the same on all processes of a pipeline and of a cp group. Collective.
+
+        Args:
+            pipeline: of the run.
+            batch: of this process, as the data have it.
+        """
+        return torch.stack([pipeline.evaluate(batch, self), count_trained_tokens(batch["labels"]).double()])
 
     def mean_over(self, num_tokens: Tensor, *, scale: float = 1.0) -> "MeanLoss":
         """Return the loss function of one step.
@@ -108,7 +154,7 @@ def count_trained_tokens(labels: Tensor) -> Tensor:
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropy over logits that are sharded over the vocabulary.
+    """The cross-entropy of logits that are sharded over the vocabulary, in total or of each token.
 
     Each call makes two small reductions.
 
@@ -117,7 +163,12 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, logits: Tensor, labels: Tensor, vocabulary: int, group: ProcessGroup
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        group: ProcessGroup,
+        reduction: str,
     ) -> Tensor:
         first = group.rank() * shard_width(vocabulary, group)
         counted = labels != IGNORE_INDEX
@@ -132,12 +183,13 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         normalizer, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
         weights /= normalizer.unsqueeze(-1)
         ctx.save_for_backward(weights, columns, here, counted)
-        return (normalizer.log() - target).masked_fill(~counted, 0.0).sum()
+        each = (normalizer.log() - target).masked_fill(~counted, 0.0)
+        return each.sum() if reduction == "sum" else each
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         weights, columns, here, counted = ctx.saved_tensors  # type: ignore[attr-defined]
         weights.scatter_add_(-1, columns.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))
         weights *= (counted * gradient).unsqueeze(-1)
-        return weights, None, None, None
+        return weights, None, None, None, None

@@ -117,7 +117,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
         yield Problem(
             f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: found {microbatches} for "
             f"{stages} stages",
-            f"raise global_batch_size to {stages * unit} or lower micro_batch_size",
+            f"raise global_batch_size to {stages * unit // batch.rows} or lower micro_batch_size",
         )
     if needs == "equal rounds" and microbatches != in_equal_rounds(microbatches, pp):
         yield Problem(

@@ -64,7 +64,8 @@ class Wanted:
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
         base = self.base
-        batch = replace(base.batch, global_batch_size=self.config.global_batch_size, micro_batch_size=rows)
+        size = base.batch.rows * self.config.global_batch_size
+        batch = replace(base.batch, global_batch_size=size, micro_batch_size=base.batch.rows * rows)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,
