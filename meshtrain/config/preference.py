@@ -26,9 +26,9 @@ class PreferenceConfig(Settings):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5, allow_inf_nan=False)] = 0.0
     """`dpo`: probability that the two answers of a pair were interchanged by mistake."""
     desirable_weight: Positive = 1.0
-    """`kto`: weight of the loss of a desirable answer."""
+    """`kto`: factor of the loss of a desirable answer."""
     undesirable_weight: Positive = 1.0
-    """`kto`: weight of the loss of an undesirable answer."""
+    """`kto`: factor of the loss of an undesirable answer."""
 
     @model_validator(mode="after")
     def _keys_of_the_loss(self) -> Self:
