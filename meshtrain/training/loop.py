@@ -330,8 +330,13 @@ def _mean_over_sources(found: Mapping[str, Evaluated]) -> float:
 
 
 def _mean_terms(found: Mapping[str, Evaluated]) -> dict[str, float]:
-    names, total = next(iter(found.values())).terms, max(1, sum(it.count for it in found.values()))
-    return {name: sum(it.terms[name] * it.count for it in found.values()) / total for name in names}
+    """Return the terms over all sources; NaN for one that is a mean over nothing."""
+    names = next(iter(found.values())).terms
+    parts = {name: [it.terms[name] for it in found.values() if it.terms[name][1]] for name in names}
+    return {
+        name: sum(mean * number for mean, number in some) / sum(number for _, number in some) if some else math.nan
+        for name, some in parts.items()
+    }
 
 
 def _agreed_reason(run: Run) -> int:

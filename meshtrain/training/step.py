@@ -302,12 +302,13 @@ class Evaluated:
     Attributes:
         loss: mean over what the loss counts: trained tokens, or answers and pairs of them.
         count: their number.
-        terms: what the loss consists of, as for a step.
+        terms: what the loss consists of, as for a step, each with the number it is a mean over. A
+            mean over nothing is NaN.
     """
 
     loss: float
     count: int
-    terms: dict[str, float]
+    terms: dict[str, tuple[float, float]]
 
 
 @torch.no_grad()
@@ -328,5 +329,6 @@ def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> E
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     computed = all_reduce_over(computed, pipeline.mesh, [PP])
     loss = computed[:1] / counts[:1].clamp(min=1)
-    mean, *terms, count = torch.cat([loss, computed[1:] / counts[1:], counts[:1]]).tolist()
+    (mean, *means), (count, *numbers) = torch.stack([torch.cat([loss, computed[1:] / counts[1:]]), counts]).tolist()
+    terms = zip(means, numbers, strict=True)
     return Evaluated(mean, int(count), dict(zip(context.loss.evaluated_terms, terms, strict=True)))

@@ -1,5 +1,6 @@
 """ORPO and KTO: losses, metrics and parameters of every mesh are those by hand in one process."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshtrain.config.data import DataConfig, MixedSourceConfig, SourceConfig
 from meshtrain.config.preference import PreferenceConfig
 from meshtrain.config.run import EvaluationConfig, RunConfig
 from meshtrain.training.preference.formulas import log_odds_ratio
@@ -150,3 +152,33 @@ def test_odds_of_answers_that_are_almost_sure_or_impossible() -> None:
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
     (gradient,) = torch.autograd.grad(found.sum(), small)
     assert gradient.isfinite().all()
+
+
+def test_rewards_over_sources_are_means_over_their_answers(tmp_path: Path) -> None:
+    """One source has no undesirable answers to evaluate."""
+    write_base(tmp_path)
+    write_records(tmp_path / "records.jsonl", "kto", number=8)
+    write_records(tmp_path / "others.jsonl", "kto", number=8, seed=1)
+    judged = write_records(tmp_path / "judged.jsonl", "kto", number=12, seed=2)
+    held_out = {"good": [it for it in judged if it["label"]][:2], "mixed": judged}
+    number = sum(it["label"] for it in judged)
+    assert 2 < number < 12
+    found = {}
+    for evaluated in (("good",), ("mixed",), ("good", "mixed")):
+        sources = {}
+        for name, train_file in (("good", "records.jsonl"), ("mixed", "others.jsonl")):
+            path = tmp_path / f"{name}-held-out.jsonl"
+            path.write_text("".join(json.dumps(it) + "\n" for it in held_out[name]))
+            validation = [str(path)] if name in evaluated else []
+            files = [str(tmp_path / train_file)]
+            sources[name] = MixedSourceConfig(train=files, validation=validation, format="unpaired_preference")
+        run = run_on(tmp_path, "kto", (1, 1, 1, 1), 1, name="-".join(evaluated), steps=1)
+        data = DataConfig(**{**run.data.model_dump(exclude=set(SourceConfig.model_fields)), "sources": sources})
+        train(run.model_copy(update={"data": data}))
+        found[evaluated] = next(it for it in read_metrics(Path(run.run_directory)) if "eval_loss" in it)
+    good, mixed, both = found.values()
+    assert good["eval_rewards/rejected"] is None
+    assert both["eval_rewards/rejected"] == close(mixed["eval_rewards/rejected"])
+    wanted = (2 * good["eval_rewards/chosen"] + number * mixed["eval_rewards/chosen"]) / (2 + number)
+    assert both["eval_rewards/chosen"] == close(wanted)
+    assert both["eval_loss"] == close((2 * good["eval_loss"] + 12 * mixed["eval_loss"]) / 14)
