@@ -63,16 +63,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = (), *, loss: LossFunction |
             "call it in a program of its own, or leave that group with torch.distributed.destroy_process_group()",
         )
     own = check_hooks(hooks)
-    if loss is not None and config.objective != STOCK_OBJECTIVE:
-        raise ConfigError(
-            "train: loss replaces the loss of the run, but its table [objective] is not empty",
-            "leave one of them out",
-        )
-    if loss is not None and config.data.has_weights:
-        raise ConfigError(
-            "train: loss replaces the loss of the run, but its data has weights (weight_key), which it would not get",
-            "leave one of them out",
-        )
+    if loss is not None:
+        _check_alone(config)
     console.configure(rank=rank_from_environment())
     # Before the name of this process's GPU is asked for, which decides what is predicted.
     check_devices()
@@ -88,6 +80,26 @@ def train(config: RunConfig, hooks: Iterable[Hook] = (), *, loss: LossFunction |
     first: Sequence[Hook] = predicting or [NoPrediction()]
     hooks_of_run = [*first, *_profile_hooks(config), *own]
     return train_run(config, hooks_of_run, before_joining, _evaluators(config), loss)
+
+
+def _check_alone(config: RunConfig) -> None:
+    """Check that a run has no loss beside the program's own.
+
+    Raises:
+        ConfigError: if it has.
+    """
+    tables = {"objective": config.objective != STOCK_OBJECTIVE, "preference": config.preference.loss is not None}
+    for table, is_set in tables.items():
+        if is_set:
+            raise ConfigError(
+                f"train: loss replaces the loss of the run, but its table [{table}] is not empty",
+                "leave one of them out",
+            )
+    if config.data.has_weights:
+        raise ConfigError(
+            "train: loss replaces the loss of the run, but its data has weights (weight_key), which it would not get",
+            "leave one of them out",
+        )
 
 
 def _evaluators(config: RunConfig) -> Sequence[Evaluator]:

@@ -92,6 +92,15 @@ class SavedBase(Settings):
     """Checksum of its parameters, as the run has them; it is the same on every mesh."""
 
 
+class SavedReference(Settings):
+    """The reference that a run compares answers with."""
+
+    weights: str
+    """Checksum of the weights that the run started from; it is the same on every mesh."""
+    name: str
+    """Name of the file in the cache with the log-probabilities of all answers."""
+
+
 class Manifest(Settings):
     """What the tensors of a checkpoint belong to."""
 
@@ -138,6 +147,8 @@ class Manifest(Settings):
     """Stock parameters that are kept in parts."""
     base: SavedBase | None = None
     """What the adapters were trained on, for a checkpoint that holds adapters alone."""
+    reference: SavedReference | None = None
+    """The reference of a run on judged answers whose loss needs one."""
     tied: dict[str, str] = Field(default_factory=dict)
     """Stock FQN of a tied head -> FQN under which the weight is kept."""
     evaluation_loss: float | None = None

@@ -6,11 +6,21 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtrain.config.path_rules import PathText
+from meshtrain.config.preference import RecordName
 from meshtrain.config.settings import LARGEST, Count, Fraction, Positive, Settings
 from meshtrain.errors import ConfigError
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained on: the `ignore_index` of torch."""
+
+KEYS = {
+    "text": (),
+    "chat": ("messages_key",),
+    "completion": ("prompt_key", "completion_key"),
+    "preference": ("prompt_key", "chosen_key", "rejected_key"),
+    "unpaired_preference": ("prompt_key", "completion_key", "label_key"),
+}
+"""Format of records -> the settings that name their keys."""
 
 
 class TokenizerConfig(Settings):
@@ -48,18 +58,28 @@ class SourceConfig(Settings):
     validation: Fraction | list[PathText] = 0.0
     """Sources for evaluation, or the fraction of the training documents that is kept aside for
     it. The documents kept aside are the same for every seed."""
-    format: Literal["text", "chat", "completion"] = "text"
+    format: Literal["text", "chat", "completion", "preference", "unpaired_preference"] = "text"
     """What a record holds. `text`: plain text. `chat`: a list of messages, each with `role` and
     `content`, joined by the tokenizer's chat template; only what the assistant says is trained
-    on. `completion`: a prompt and what follows it; only what follows is trained on."""
+    on. `completion`: a prompt and what follows it; only what follows is trained on.
+    `preference`: a prompt, a chosen and a rejected answer. `unpaired_preference`: a prompt, an
+    answer, and whether it is desirable. The last two are for `preference.loss`; prompt and answers
+    are texts, or lists of messages."""
     text_key: str = "text"
     """Key of a record that holds the text."""
     messages_key: str = "messages"
     """Key of a `chat` record that holds the messages."""
     prompt_key: str = "prompt"
-    """Key of a `completion` record that holds the prompt."""
+    """Key of a record that holds the prompt, in every format that has one."""
     completion_key: str = "completion"
-    """Key of a `completion` record that holds what follows the prompt."""
+    """Key of a `completion` or `unpaired_preference` record that holds what follows the prompt."""
+    chosen_key: str = "chosen"
+    """Key of a `preference` record that holds the better answer."""
+    rejected_key: str = "rejected"
+    """Key of a `preference` record that holds the worse answer."""
+    label_key: str = "label"
+    """Key of an `unpaired_preference` record that holds true for a desirable answer, else
+    false."""
     weight_key: str | None = None
     """Key of a record that holds a number: how much each of its tokens counts in the training loss.
     Left out: all tokens count the same."""
@@ -67,27 +87,38 @@ class SourceConfig(Settings):
     """Read and tokenize during training, for data that is too large to tokenize first. Sources
     may then be URLs."""
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Return setting -> key, for the keys that a record of the format must have."""
+        return {name: getattr(self, name) for name in KEYS[self.format]}
+
     @model_validator(mode="after")
-    def _two_keys(self) -> Self:
-        if self.format == "completion" and self.prompt_key == self.completion_key:
-            raise ConfigError(
-                f'`prompt_key` and `completion_key` are both "{self.prompt_key}"', "name the two keys of a record"
-            )
+    def _different_keys(self) -> Self:
+        settings: dict[str, str] = {}
+        for setting, key in self.keys.items():
+            other = settings.setdefault(key, setting)
+            if other != setting:
+                raise ConfigError(f'`{other}` and `{setting}` are both "{key}"', "name the different keys of a record")
         return self
 
     @property
-    def keys_of_record(self) -> tuple[str, ...]:
-        """Return the settings that name what a record must have, besides its weight."""
-        return {"text": ("text_key",), "chat": ("messages_key",), "completion": ("prompt_key", "completion_key")}[
-            self.format
-        ]
+    def is_of_answers(self) -> bool:
+        """Whether the records are those of a `preference.loss`."""
+        return self.format in ("preference", "unpaired_preference")
+
+    @property
+    def keys_with_text(self) -> dict[str, str]:
+        """Return setting -> key, as `keys`, and for a `text` that of the text."""
+        return self.keys or {"text_key": self.text_key}
 
     @model_validator(mode="after")
     def _weight_of_its_own(self) -> Self:
         if self.weight_key is None:
             return self
-        for name in self.keys_of_record:
-            if getattr(self, name) == self.weight_key:
+        if self.is_of_answers:
+            raise ConfigError("`weight_key` is for texts, chats and completions, and not for answers", "leave it out")
+        for name, key in self.keys_with_text.items():
+            if key == self.weight_key:
                 raise ConfigError(f'`{name}` and `weight_key` are both "{self.weight_key}"', "name two keys")
         return self
 
@@ -164,6 +195,12 @@ class DataConfig(SourceConfig):
     def has_weights(self) -> bool:
         """Return whether any source has weights of its records."""
         return any(source.weight_key is not None for source in self.named_sources.values())
+
+    @property
+    def answers(self) -> RecordName | None:
+        """Return the format of judged answers; None if the sources hold texts."""
+        (first, *_) = self.named_sources.values()
+        return first.format if first.format in ("preference", "unpaired_preference") else None
 
     def key_of(self, source: str, key: str) -> str:
         """Return how a key of a source is written in a run file."""

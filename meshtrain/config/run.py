@@ -16,6 +16,7 @@ from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.preference import NO_PREFERENCE, PreferenceConfig
 from meshtrain.config.settings import LARGEST, Count, NotNegative, Positive, Seconds, Settings
 from meshtrain.errors import ConfigError
 
@@ -254,10 +255,11 @@ class RunConfig(Settings):
     """Save and stop at the first step that ends this long after the start, such as "3h30m",
     "90m" or "45s". Use it in queues with a time limit. Left out: never."""
     global_batch_size: Count
-    """Number of sequences per optimizer step, over all processes."""
+    """Number of sequences per optimizer step, over all processes. A pair of `preference.loss`
+    counts once."""
     micro_batch_size: Count = 1
     """Number of sequences that pass through the model at once. Gradient accumulation follows
-    from it and is printed."""
+    from it and is printed. A pair of `preference.loss` counts once, although it has two rows."""
     batch_ramp: BatchRampConfig = NO_RAMP
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -265,6 +267,7 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRateConfig = LearningRateConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    preference: PreferenceConfig = NO_PREFERENCE
     ema: EmaConfig = NO_EMA
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -375,6 +378,49 @@ class RunConfig(Settings):
         if self.router.bias_update_rate:
             raise ConfigError(
                 "`router.bias_update_rate` changes the model, which `lora.rank` freezes", "leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _records_of_the_loss(self) -> Self:
+        wanted = self.preference.records
+        for name, source in self.data.named_sources.items():
+            key = self.data.key_of(name, "format")
+            if source.is_of_answers and wanted is None:
+                raise ConfigError(f'`{key}` = "{source.format}" is for `preference.loss`, which is not set', "set it")
+            if wanted is not None and source.format != wanted:
+                raise ConfigError(
+                    f'`preference.loss` = "{self.preference.loss}" needs `{key}` = "{wanted}", found "{source.format}"',
+                    "set it, or choose another loss",
+                )
+            if wanted is not None and source.streaming:
+                raise ConfigError(
+                    f'`preference.loss` = "{self.preference.loss}" needs all records at the start, and '
+                    f"`{self.data.key_of(name, 'streaming')}` is true",
+                    "leave it out",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _what_answers_exclude(self) -> Self:
+        if self.preference.loss is None:
+            return self
+        if self.data.form != "padded":
+            raise ConfigError(
+                f'`preference.loss` = "{self.preference.loss}" compares whole answers, and `data.form` is '
+                f'"{self.data.form}"',
+                'set `data.form` = "padded"',
+            )
+        if self.objective != STOCK_OBJECTIVE:
+            raise ConfigError(
+                f'`preference.loss` = "{self.preference.loss}" replaces the cross-entropy that `objective` changes',
+                "leave one of them out",
+            )
+        if self.logging.noise_scale_every is not None:
+            raise ConfigError(
+                f'`preference.loss` = "{self.preference.loss}" is a mean over answers, and `logging.noise_scale_every` '
+                "measures means over tokens",
+                "leave one of them out",
             )
         return self
 

@@ -16,8 +16,9 @@ from meshtrain import console
 from meshtrain.config.data import IGNORE_INDEX, DataConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
+from meshtrain.data.samples.answers import CHOSEN, DESIRABLE, REJECTED
 from meshtrain.data.samples.dataset import train_samples, validation_samples
-from meshtrain.data.samples.rows import Arrays
+from meshtrain.data.samples.rows import Arrays, in_rows
 from meshtrain.data.samples.weights import tokens_of_labels
 from meshtrain.data.tokens.token_file import TRAIN
 from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, open_token_file
@@ -28,6 +29,7 @@ COLORS = {True: "green", False: "dim"}
 SPECIAL_STYLE = "bold cyan"
 BORDER_STYLE = "bold yellow"
 READ_ONLY_MARKS = "⟦", "⟧"
+ROWS = {CHOSEN: "chosen", REJECTED: "rejected"}
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Control character -> its printable symbol.
 
@@ -115,9 +117,18 @@ def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: 
         "lower data.sequence_length, or add text",
     )
     for index in range(first, first + count):
-        spans, num_pads = sample_spans(samples.read(np.array([index])), 0, end_id=prepared.tokenizer.end_id)
-        title = f"Sample {index:,} of {len(samples):,}"
-        _show(Excerpt(title, spans, num_pads), prepared.tokenizer.load())
+        arrays = in_rows(samples.read(np.array([index])))
+        rows = range(len(arrays["input_ids"]))
+        for row in rows:
+            spans, num_pads = sample_spans(arrays, row, end_id=prepared.tokenizer.end_id)
+            part = f", {ROWS[row]}" if len(rows) > 1 else _judgement(arrays)
+            _show(Excerpt(f"Sample {index:,} of {len(samples):,}{part}", spans, num_pads), prepared.tokenizer.load())
+
+
+def _judgement(arrays: Arrays) -> str:
+    if DESIRABLE not in arrays:
+        return ""
+    return ", desirable" if arrays[DESIRABLE][0] else ", undesirable"
 
 
 def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, first: int, count: int) -> None:

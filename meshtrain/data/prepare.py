@@ -14,7 +14,7 @@ from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.console import BYTES_PER_MB
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.run_sources import FoundSource, find_sources
-from meshtrain.data.text.chat_template import find_chat_template
+from meshtrain.data.text.chat_template import template_for
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.corpus import Corpus, RecordForm, SettingNames
 from meshtrain.data.text.sources import SourceFile
@@ -156,8 +156,10 @@ def _record_form(name: str, source: MixedSourceConfig, config: DataConfig, *, ha
     weight_key = source.weight_key if has_weights else None
     if source.format == "text" and weight_key is None:
         return None
-    names = [*source.keys_of_record, *(["weight_key"] if weight_key is not None else [])]
-    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in names}, weight_key)
+    keys = {key: config.key_of(name, setting) for setting, key in source.keys_with_text.items()}
+    if weight_key is not None:
+        keys[weight_key] = config.key_of(name, "weight_key")
+    return RecordForm(source.format, keys, weight_key)
 
 
 def _as_texts(corpus: Corpus) -> Corpus:
@@ -223,8 +225,7 @@ class _SourcePreparation:
         return PreparedSource(source.name, source.config, train, parts.get(VALIDATION), identity)
 
     def _stream(self, corpus: Corpus) -> Stream:
-        is_chat = corpus.form is not None and corpus.form.kind == "chat"
-        template = find_chat_template(self.tokenizer) if is_chat else None
+        template = template_for(corpus, self.tokenizer)
         if template is not None and "strftime_now" in template.source:
             raise DataError(
                 f"the chat template of {self.tokenizer.directory} writes the current date (strftime_now), so a stream "

@@ -51,6 +51,13 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
                 f"{config.key_of(name, 'weight_key')}: {source.train[0]} is tokenized already, and its records are "
                 "gone; name the text, or leave it out"
             )
+        if source.is_of_answers:
+            problems += [
+                f"{config.key_of(name, part)}: {where} is tokenized already, and {config.key_of(name, 'format')} = "
+                f'"{source.format}" is for records: name the files with them'
+                for part, where in parts.items()
+                if isinstance(where, str)
+            ]
         found.append(FoundSource(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)

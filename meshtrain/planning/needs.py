@@ -98,6 +98,7 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         router=config.router,
         lora=config.lora,
         objective=config.objective,
+        preference=config.preference,
         ema=config.ema,
         granularity=granularity,
         on_gpus=on_gpus,

@@ -1,9 +1,11 @@
 """Build everything that a run works with."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshtrain import console
+from meshtrain.checkpoint.manifest import SavedReference
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import RunConfig
@@ -26,9 +28,9 @@ from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.noise_scale import NoiseScale
-from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.own_loss import build_own_loss
+from meshtrain.training.preference.build import build_run_loss
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
 from meshtrain.training.trackers.hook import TrackerHook
@@ -51,6 +53,7 @@ class Run:
         base: the frozen model of adapters.
         evaluators: evaluate the model between steps.
         average: of the weights; None if the run has none.
+        reference: which reference the data have; None: the loss needs none.
     """
 
     identity: Identity
@@ -63,6 +66,7 @@ class Run:
     base: FrozenBase
     evaluators: Sequence[Evaluator]
     average: WeightAverage | None
+    reference: SavedReference | None = None
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -124,7 +128,8 @@ def build_run(
         optimizer=context.optimizer,
         config=config.model_copy(update={"plan": identity.plan}),
         num_steps=num_steps,
-        unigram_entropy=identity.data.unigram_entropy_nats,
+        # A loss of answers says nothing about the frequencies of tokens.
+        unigram_entropy=math.nan if config.preference.loss else identity.data.unigram_entropy_nats,
         stop=process.stop,
     )
     trackers = [TrackerHook(name) for name in config.logging.trackers if name != "tensorboard"]
@@ -151,7 +156,9 @@ def build_run(
 def _build_loss(pipeline: Pipeline, config: RunConfig, own: LossFunction | None) -> TokenLoss:
     if own is not None:
         return build_own_loss(pipeline, own)
-    return build_weighted_loss(pipeline) if config.data.has_weights else build_objective(pipeline, config.objective)
+    if config.data.has_weights:
+        return build_weighted_loss(pipeline)
+    return build_run_loss(pipeline, config.objective, config.preference)
 
 
 def _build_step_context(identity: Identity, num_steps: int, process: Process, loss: LossFunction | None) -> StepContext:
@@ -164,7 +171,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         identity.resolved.model,
         init_mesh(plan.mesh, process.device.type),
         plan,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=identity.resolved.batch.micro_batch_size,
         seed=config.seed,
         device=process.device,
         router=config.router,

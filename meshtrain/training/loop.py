@@ -25,7 +25,7 @@ from meshtrain.training.hooks import NOTHING
 from meshtrain.training.metrics import memory_bytes
 from meshtrain.training.run_checkpoints import finish_saving, notify_of_saved, rewind, save
 from meshtrain.training.schedule_free import weights_of_result
-from meshtrain.training.step import StepResult, evaluate, train_step
+from meshtrain.training.step import Evaluated, StepResult, evaluate, train_step
 
 
 class _Done(NamedTuple):
@@ -133,7 +133,7 @@ def _timed_batches(run: Run) -> Iterator[tuple[Batch, float]]:
 
 def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) -> _Done:
     begin = time.perf_counter()
-    result = train_step(run.context, batch.step, _on_device(run, batch), batch.sample_ids)
+    result = train_step(run.context, batch.step, on_device(run, batch), batch.sample_ids)
     run.state.step = batch.step + 1
     if is_first:
         _show_without_gradient(result.without_gradient)
@@ -161,7 +161,7 @@ def _train_batches(run: Run) -> Iterable[Batch]:
         start_step=run.state.step,
         stop_step=run.num_steps,
         left_out=run.context.history.left_out,
-        **_share(run),
+        **data_share(run),
     )
 
 
@@ -170,11 +170,11 @@ def _evaluation_batches(run: Run) -> dict[str, Iterable[Batch]]:
     batches = {}
     for name, (samples, order) in run.dataset.validation.items():
         num_batches = min(order.steps_per_epoch, run.config.evaluation.max_batches or order.steps_per_epoch)
-        batches[name] = build_loader(samples, order, start_step=0, stop_step=num_batches, **_share(run))
+        batches[name] = build_loader(samples, order, start_step=0, stop_step=num_batches, **data_share(run))
     return batches
 
 
-def _share(run: Run) -> dict[str, Any]:
+def data_share(run: Run) -> dict[str, Any]:
     """Return the arguments of `build_loader` that depend on this process: its part of a batch."""
     pipeline = run.pipeline
     return {
@@ -186,7 +186,8 @@ def _share(run: Run) -> dict[str, Any]:
     }
 
 
-def _on_device(run: Run, batch: Batch) -> dict[str, Tensor]:
+def on_device(run: Run, batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors of a batch on the device of this process."""
     return {name: tensor.to(run.process.device, non_blocking=True) for name, tensor in batch.tensors.items()}
 
 
@@ -213,7 +214,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     """
     data_seconds, seconds = times
     width = batch.tensors["labels"].shape[1]
-    num_tokens = len(batch.sample_ids) * width
+    num_tokens = len(batch.sample_ids) * run.config.preference.rows * width
     return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
@@ -300,13 +301,14 @@ def _evaluate(run: Run) -> float:
             "before a checkpoint was written",
             "lower optimizer.learning_rate, or set optimizer.max_gradient_norm",
         )
-    of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
+    of_each = {f"eval_loss/{name}": it.loss for name, it in found.items()} if len(found) > 1 else {}
+    terms = {f"eval_{name}": value for name, value in _mean_terms(found).items()}
     of_average = {}
     if run.average is not None and run.config.ema.evaluate:
         with run.average.in_place_of_weights():
             of_average = {"eval_loss_ema": _mean_over_sources(_evaluate_sources(run))}
     seconds = {"evaluation_seconds": time.perf_counter() - begin}
-    run.hooks.evaluation({"eval_loss": loss, **of_each, **of_average, **seconds})
+    run.hooks.evaluation({"eval_loss": loss, **terms, **of_each, **of_average, **seconds})
     return loss
 
 
@@ -320,16 +322,26 @@ def _evaluate_with(run: Run, evaluator: Evaluator) -> None:
     run.hooks.scores(found.metrics, found.note)
 
 
-def _evaluate_sources(run: Run) -> dict[str, tuple[float, int]]:
-    """Return source -> mean loss and number of trained tokens of its validation data."""
+def _evaluate_sources(run: Run) -> dict[str, Evaluated]:
+    """Return source -> the evaluation of its validation data."""
     return {
-        name: evaluate(run.context, (_on_device(run, batch) for batch in batches))
+        name: evaluate(run.context, (on_device(run, batch) for batch in batches))
         for name, batches in _evaluation_batches(run).items()
     }
 
 
-def _mean_over_sources(found: Mapping[str, tuple[float, int]]) -> float:
-    return sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
+def _mean_over_sources(found: Mapping[str, Evaluated]) -> float:
+    return sum(it.loss * it.count for it in found.values()) / max(1, sum(it.count for it in found.values()))
+
+
+def _mean_terms(found: Mapping[str, Evaluated]) -> dict[str, float]:
+    """Return the terms over all sources; NaN for one that is a mean over nothing."""
+    names = next(iter(found.values())).terms
+    parts = {name: [it.terms[name] for it in found.values() if it.terms[name][1]] for name in names}
+    return {
+        name: sum(mean * number for mean, number in some) / sum(number for _, number in some) if some else math.nan
+        for name, some in parts.items()
+    }
 
 
 def _agreed_reason(run: Run) -> int:

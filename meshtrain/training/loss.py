@@ -1,5 +1,6 @@
 """The loss: next-token cross-entropy, summed over tokens and divided once by their global count."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from meshtrain.config.mesh import TP
 from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
+
+Batch = Mapping[str, Tensor]
+"""Name -> tensor of a batch; the model takes all of them but `labels`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class TokenLoss:
         """Return the metrics for the terms of the loss of a step."""
         return ()
 
+    @property
+    def evaluated_terms(self) -> tuple[str, ...]:
+        """Return the metrics for the terms of an evaluation."""
+        return ()
+
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the () sum of the cross-entropy over the trained tokens, in nats.
 
@@ -42,10 +51,20 @@ class TokenLoss:
             labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not
                 count.
         """
+        return self._reduced(logits, labels, "sum")
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the (batch, seq) cross-entropy of each token, 0 for one that does not count.
+
+        The arguments are as above.
+        """
+        return self._reduced(logits, labels, "none").view_as(labels)
+
+    def _reduced(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         logits, labels = widened(logits).flatten(0, 1), labels.flatten()
         if self.group is None:
-            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return sharded_cross_entropy(logits, labels, self.vocabulary, self.group)
+            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)
+        return sharded_cross_entropy(logits, labels, self.vocabulary, self.group, reduction=reduction)
 
     def counted(self, labels: Tensor) -> Tensor:
         """Return what is summed over the labels of all processes for `mean_over`: their number."""
@@ -54,6 +73,31 @@ class TokenLoss:
     def num_tokens(self, counted: Tensor) -> Tensor:
         """Return the () int64 number of trained tokens, from the sums of `counted`."""
         return counted
+
+    def begin_step(self, pipeline: Pipeline, batch: Batch, counted: Tensor, scale: float) -> "tuple[Batch, MeanLoss]":
+        """Return what the pipeline computes of a batch, and the loss function of the step.
+
+        Collective, for a loss that needs another pass before.
+
+        Args:
+            pipeline: of the run.
+            batch: of this process, as the data have it.
+            counted: the sum of `counted` over the global batch.
+            scale: the loss scale of float16.
+        """
+        return batch, self.mean_over(counted, scale=scale)
+
+    def evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
+        """Return (2 * terms + 2,) float64 sums over a batch: of the loss, of each term, and counts.
+
+        The first half is what this process has computed, and the second what its data count, which
+        is the same on all processes of a pipeline and of a cp group. Collective.
+
+        Args:
+            pipeline: of the run.
+            batch: of this process, as the data have it.
+        """
+        return torch.stack([pipeline.evaluate(batch, self), count_trained_tokens(batch["labels"]).double()])
 
     def mean_over(self, num_tokens: Tensor, *, scale: float = 1.0) -> "MeanLoss":
         """Return the loss function of one step.
@@ -116,9 +160,15 @@ def count_trained_tokens(labels: Tensor) -> Tensor:
 
 
 def sharded_cross_entropy(
-    logits: Tensor, labels: Tensor, vocabulary: int, group: ProcessGroup, token_weights: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: int,
+    group: ProcessGroup,
+    token_weights: Tensor | None = None,
+    *,
+    reduction: str = "sum",
 ) -> Tensor:
-    """Return the () sum of the cross-entropy over the trained tokens, for sharded logits.
+    """Return the cross-entropy of the trained tokens for sharded logits, as `F.cross_entropy` does.
 
     Args:
         logits: this process's (tokens, vocab/tp).
@@ -126,13 +176,14 @@ def sharded_cross_entropy(
         vocabulary: size of the full vocabulary.
         group: the tp group.
         token_weights: (tokens,), which the losses of the tokens are multiplied by; None: 1.
+        reduction: `sum` for the () sum; `none` for (tokens,) losses, 0 for one that does not count.
     """
-    total: Tensor = _ShardedCrossEntropy.apply(logits, labels, vocabulary, group, token_weights)  # type: ignore[no-untyped-call]
-    return total
+    found: Tensor = _ShardedCrossEntropy.apply(logits, labels, vocabulary, group, token_weights, reduction)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropy over logits that are sharded over the vocabulary.
+    """The cross-entropy of logits that are sharded over the vocabulary, in total or of each token.
 
     Each call makes two small reductions.
 
@@ -147,6 +198,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         group: ProcessGroup,
         token_weights: Tensor | None,
+        reduction: str,
     ) -> Tensor:
         first = group.rank() * shard_width(vocabulary, group)
         counted = labels != IGNORE_INDEX
@@ -164,12 +216,14 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if token_weights is not None:
             losses, counted = losses * token_weights, counted * token_weights
         ctx.save_for_backward(weights, columns, here, counted)
-        return losses.sum()
+        return losses.sum() if reduction == "sum" else losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, gradient: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
         weights, columns, here, counted = ctx.saved_tensors  # type: ignore[attr-defined]
         weights.scatter_add_(-1, columns.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))
         weights *= (counted * gradient).unsqueeze(-1)
-        return weights, None, None, None, None
+        return weights, None, None, None, None, None

@@ -222,8 +222,10 @@ def border_tables(resolved: ResolvedRun) -> list[Table]:
 def batch_equation(resolved: ResolvedRun) -> str:
     """Return how a global batch is made up, in a line."""
     plan, batch = resolved.plan, resolved.batch
+    kind = "sequences" if batch.rows == 1 else f"pairs of {batch.rows} rows"
     return (
-        f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
+        f"global batch {batch.global_batch_size // batch.rows} {kind} = {batch.micro_batch_size // batch.rows} per "
+        f"microbatch "
         f"x {num_microbatches(plan, batch)} microbatches x {plan.mesh.data_degree} data-parallel; "
         f"x {batch.sequence_length:,} tokens = {batch.global_batch_size * batch.sequence_length:,} tokens per step"
         f"{_of_ramp(resolved.config.batch_ramp)}"

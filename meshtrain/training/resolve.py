@@ -107,13 +107,16 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     )
     _check_documents(config, model)
     data = config.data
+    rows = config.preference.rows
     batch = BatchShape(
-        config.global_batch_size,
-        config.micro_batch_size,
+        rows * config.global_batch_size,
+        rows * config.micro_batch_size,
         data.sequence_length,
         data.pad_to_multiple_of,
         tuple(config.batch_ramp.sizes(config.global_batch_size)),
         separates=data.documents == "separate",
+        rows=rows,
+        sums_tokens=config.preference.loss is None,
     )
     half = _find_half(hf_config)
     adapters = _adapters(config, model, half)

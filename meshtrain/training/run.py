@@ -33,9 +33,10 @@ from meshtrain.training.identity import Identity
 from meshtrain.training.lock import locked_run
 from meshtrain.training.loop import run_loop
 from meshtrain.training.optim import build_learning_rate
+from meshtrain.training.preference.start import start_run
 from meshtrain.training.report import show_run
 from meshtrain.training.resolve import ResolvedRun, check_vocabulary, resolve_run
-from meshtrain.training.run_checkpoints import find_checkpoint_to_resume, set_values
+from meshtrain.training.run_checkpoints import find_checkpoint_to_resume
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.trackers.packages import check_trackers
 
@@ -92,7 +93,7 @@ def train_run(
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
             run = build_run(identity, dataset, num_steps, process, lock, hooks, evaluators, loss)
-            set_values(run, found)
+            run = start_run(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
             process.guard.follow(run.pipeline.activity)

@@ -52,13 +52,13 @@ def set_values(run: Run, found: Found | None) -> None:
         found: the checkpoint to resume from; None: the run begins.
     """
     if found is None:
-        _give_first_values(run)
+        give_first_values(run)
         if run.average is not None:
             run.average.begin()
         return
     checkpoint, manifest = found
     if run.base.exists:
-        _give_first_values(run)
+        give_first_values(run)
         run.base.check(checkpoint, manifest)
     else:
         _restore_buffers(run.pipeline)
@@ -67,6 +67,17 @@ def set_values(run: Run, found: Found | None) -> None:
     console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
     if change := changed_length(run.config):
         console.line(f"{change}; the learning rate follows its schedule over the new length")
+
+
+def give_first_values(run: Run) -> None:
+    """Set the parameters to what the run starts from. Collective."""
+    config, pipeline = run.config, run.pipeline
+    if config.model.weights == "pretrained":
+        _load_pretrained(config, pipeline)
+        pipeline.initialize_adapters(config.seed)
+        run.base.read(pipeline)
+        return
+    pipeline.initialize(config.seed)
 
 
 def save(run: Run, step: int, evaluation_loss: float | None) -> None:
@@ -111,6 +122,7 @@ def _begin_to_save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
         "evaluation_loss": evaluation_loss,
         "base": run.base.saved(),
+        "reference": run.reference,
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
     run.saver.save(tensors, manifest, run.identity.write_huggingface)
@@ -172,16 +184,6 @@ def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
     run.dataset.restore_streams(manifest.streams)
-
-
-def _give_first_values(run: Run) -> None:
-    config, pipeline = run.config, run.pipeline
-    if config.model.weights == "pretrained":
-        _load_pretrained(config, pipeline)
-        pipeline.initialize_adapters(config.seed)
-        run.base.read(pipeline)
-        return
-    pipeline.initialize(config.seed)
 
 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:

@@ -27,7 +27,7 @@ from meshtrain.training.gradients import (
     scale_gradients,
 )
 from meshtrain.training.history import StepHistory
-from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.noise_scale import NoiseScale
 from meshtrain.training.parameter_groups import FACTOR
@@ -234,8 +234,8 @@ def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tens
     small = context.noise_scale.of_small_batch(pipeline, context.loss, step, batch, loss_scale=scale)
     pipeline.streams.begin_step(step)
     counted = all_reduce_over(context.loss.counted(batch["labels"]), pipeline.mesh, DATA_AXES)
-    mean_loss = context.loss.mean_over(counted, scale=scale)
-    loss = pipeline.forward_backward(batch, mean_loss, loss_scale=scale)
+    inputs, mean_loss = context.loss.begin_step(pipeline, batch, counted, scale)
+    loss = pipeline.forward_backward(inputs, mean_loss, loss_scale=scale)
     return _Computed(loss, context.loss.num_tokens(counted), mean_loss.terms(), small)
 
 
@@ -309,25 +309,40 @@ def mark(device: torch.device) -> Mark:
     return Mark(time.perf_counter(), event)
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation.
+
+    Attributes:
+        loss: mean over what the loss counts: trained tokens, or answers and pairs of them.
+        count: their number.
+        terms: what the loss consists of, as for a step, each with the number it is a mean over. A
+            mean over nothing is NaN.
+    """
+
+    loss: float
+    count: int
+    terms: dict[str, tuple[float, float]]
+
+
 @torch.no_grad()
-def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over the trained tokens of all batches, in nats, and their number.
+def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> Evaluated:
+    """Return the mean loss of all batches.
 
     Every process must get the same number of batches.
     """
     pipeline = context.pipeline
     grown = pipeline.rotary_length.grown()
-    sums = [
-        torch.stack([pipeline.evaluate(batch, context.loss), count_trained_tokens(batch["labels"]).double()])
-        for batch in batches
-    ]
+    sums = [context.loss.evaluate(pipeline, batch) for batch in batches]
     # Undone, because a run that was stopped before this evaluation resumes without it.
     pipeline.rotary_length.restore(grown)
-    totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, TOKEN_AXES)
+    computed, counts = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, TOKEN_AXES).chunk(2)
     # Every process of a cp group counted the tokens of full sequences. After the sum, the division
     # is exact.
-    totals[1] /= axis_size(pipeline.mesh, CP)
+    counts /= axis_size(pipeline.mesh, CP)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
-    loss = all_reduce_over(totals[0], pipeline.mesh, [PP])
-    mean, num_tokens = torch.stack([loss / totals[1].clamp(min=1), totals[1]]).tolist()
-    return mean, int(num_tokens)
+    computed = all_reduce_over(computed, pipeline.mesh, [PP])
+    loss = computed[:1] / counts[:1].clamp(min=1)
+    (mean, *means), (count, *numbers) = torch.stack([torch.cat([loss, computed[1:] / counts[1:]]), counts]).tolist()
+    terms = zip(means, numbers, strict=True)
+    return Evaluated(mean, int(count), dict(zip(context.loss.evaluated_terms, terms, strict=True)))

@@ -112,7 +112,7 @@ def train_pipeline(
     for step, batch in enumerate(batches):
         _train_step(context, step, batch, trace)
     trace.parameters = _gather(pipeline)
-    trace.evaluation, _ = evaluate(context, [local_rows(pipeline, batches[0])])
+    trace.evaluation = evaluate(context, [local_rows(pipeline, batches[0])]).loss
     return trace
 
 

@@ -349,7 +349,7 @@ def record_messages() -> list[tuple[float, list[Message]]]:
         pipeline: Pipeline = build(case)
         pipeline.initialize(0)
         messages.clear()
-        loss, _ = evaluate(build_step_context(pipeline), [local_rows(pipeline, batches()[0])])
+        loss = evaluate(build_step_context(pipeline), [local_rows(pipeline, batches()[0])]).loss
         heard.append((loss, list(messages)))
     return heard
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
+from meshtrain.config.preference import PreferenceConfig, PreferenceLossName
 from meshtrain.parallel.account import messages
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
@@ -161,6 +162,13 @@ def test_adapters_of_single_layers_need_what_real_ones_need() -> None:
 def test_layers_with_adapters_are_put_together() -> None:
     run = make_run("llama", PLANS["pp x tp, float8, selective"], values={**SMALL, "num_hidden_layers": 16})
     run_on_ranks(1, compare_ranks, replace(run, lora=LoraConfig(rank=8)), joins=False, timeout=300)
+
+
+@pytest.mark.parametrize(("loss", "plan"), [("dpo", "fsdp"), ("dpo", "tp"), ("orpo", "pp"), ("kto", "fsdp")])
+def test_simulated_losses_of_answers_need_what_real_ones_need(loss: PreferenceLossName, plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    answers = replace(run, preference=PreferenceConfig(loss=loss), inputs=("attention_mask",))
+    assert abs(compare_run(answers)) <= NEAR
 
 
 def test_simulated_average_of_weights_needs_what_a_real_one_needs() -> None:

@@ -104,7 +104,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     fill(pipeline, stock_weights(case.model))
     context = build_step_context(pipeline)
     results = [run_step(context, step) for step in range(num_steps)]
-    evaluation, _ = evaluate(context, [local_rows(pipeline, batches()[0])])
+    evaluation = evaluate(context, [local_rows(pipeline, batches()[0])]).loss
     for _, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
         formats = {parameter.dtype, *(moment.dtype for moment in moments(context.optimizer, parameter).values())}

@@ -1,10 +1,11 @@
 """The dataset of a run: the samples of all sources, and the order that assigns them to steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.data.prepare import PreparedData, PreparedSource
+from meshtrain.data.samples.answers import JudgedSamples, PairSamples, count_without_answer
 from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
 from meshtrain.data.samples.order import GroupedOrder, Order, SampleOrder
 from meshtrain.data.samples.ramp import RampedOrder
@@ -126,8 +127,29 @@ def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
             problems.append(_describe_shortage("train", prepared, source, source.train, needed))
         if source.validation:
             problems.append(_describe_shortage("validation", prepared, source, source.validation, 1))
+    if prepared.config.answers is not None:
+        problems += [_describe_cut(prepared, source, key, file) for source, key, file in _files(prepared)]
     if found := [problem for problem in problems if problem]:
         raise DataError(found)
+
+
+def _files(prepared: PreparedData) -> Iterator[tuple[PreparedSource, str, TokenFile]]:
+    for source in prepared.sources:
+        for key, file in (("train", source.train), ("validation", source.validation)):
+            if isinstance(file, TokenFile):
+                yield source, key, file
+
+
+def _describe_cut(prepared: PreparedData, source: PreparedSource, key: str, tokens: TokenFile) -> str | None:
+    length = prepared.config.sequence_length
+    number = count_without_answer(tokens, length)
+    if not number:
+        return None
+    return (
+        f"{prepared.config.key_of(source.name, key)}: {number:,} of {tokens.counts.documents:,} prompts fill "
+        f"data.sequence_length = {length:,} tokens, so nothing is left of their answers: raise it, or leave such "
+        "records out"
+    )
 
 
 def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_size: int, seed: int) -> Order:
@@ -178,11 +200,15 @@ def _join_samples(parts: list[Samples]) -> Samples:
 
 def _cut_samples(prepared: PreparedData, tokens: TokenFile, *, has_weights: bool = False) -> Samples:
     config, pad_id = prepared.config, prepared.tokenizer.pad_id
+    if config.answers == "unpaired_preference":
+        multiple = config.pad_to_multiple_of
+        return JudgedSamples(tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple)
     if config.form == "padded":
         multiple = config.pad_to_multiple_of
-        return PaddedSamples(
+        padded = PaddedSamples(
             tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple, has_weights=has_weights
         )
+        return PairSamples(padded) if config.answers == "preference" else padded
     separate = config.documents == "separate"
     return PackedSamples(
         tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate, has_weights=has_weights

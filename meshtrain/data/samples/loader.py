@@ -9,7 +9,7 @@ from torch import Tensor
 from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
 
 from meshtrain.data.samples.order import Order, find_data_step
-from meshtrain.data.samples.rows import Samples
+from meshtrain.data.samples.rows import Samples, in_rows
 from meshtrain.errors import UserError
 
 PREFETCHED_BATCHES = 4
@@ -31,7 +31,8 @@ class Batch:
     """The rows of this rank, (batch/dp, seq) int64 each.
 
     They are `input_ids` and `labels`, and `attention_mask` or `position_ids` if the form of the
-    data has them.
+    data has them. The rows of a pair follow each other. Judged answers have further tensors, see
+    meshtrain.data.samples.answers.
     """
     num_samples: int
     """The number of samples so far, over all processes."""
@@ -82,7 +83,7 @@ def build_loader(
         local_batch, rest = divmod(len(sample_ids), dp_size)
         assert rest == 0, f"a global batch of {len(sample_ids)} does not divide over {dp_size} ranks"
         rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
-        arrays = samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens)
+        arrays = in_rows(samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens))
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}

@@ -42,9 +42,15 @@ class Samples(Protocol):
         Returns:
             Arrays (batch, width) int64 with the argument names of the model: `input_ids` and
             `labels`, which are already shifted: labels[t] is the token after input_ids[t]. The form
-            adds `position_ids`, or `attention_mask` (1: token, 0: pad).
+            adds `position_ids`, or `attention_mask` (1: token, 0: pad). Samples of several rows are
+            (batch, rows, width).
         """
         ...
+
+
+def in_rows(arrays: Arrays) -> Arrays:
+    """Join the rows of samples of several rows to (batch * rows, width)."""
+    return {name: it.reshape(-1, it.shape[-1]) if it.ndim == 3 else it for name, it in arrays.items()}
 
 
 class PackedSamples:
@@ -257,7 +263,8 @@ class MixedSamples:
         arrays: Arrays = {}
         for part, rows, own_ids in self._split(sample_ids):
             for name, values in part.read(own_ids, width, with_tokens=with_tokens).items():
-                arrays.setdefault(name, np.empty((len(sample_ids), width), values.dtype))[rows] = values
+                shape = (len(sample_ids), *values.shape[1:])
+                arrays.setdefault(name, np.empty(shape, values.dtype))[rows] = values
         return arrays
 
     def _split(self, sample_ids: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.data.cache import compute_identity
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -41,12 +42,36 @@ class ChatTemplate:
         return compute_identity(self.source, self.special_tokens)
 
 
+def template_for(corpus: Corpus, tokenizer: TokenizerFiles) -> ChatTemplate | None:
+    """Return the chat template that decides the tokens of a corpus; None if none does.
+
+    Records of judged answers need it only if they hold messages.
+
+    Raises:
+        DataError: if there are conversations, and no template.
+    """
+    if corpus.form is None or not corpus.form.may_hold_messages:
+        return None
+    return _found(tokenizer) if corpus.form.judges_answers else find_chat_template(tokenizer)
+
+
 def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
     """Read the chat template that is stored beside a tokenizer.
 
     Raises:
         DataError: if there is none.
     """
+    template = _found(tokenizer)
+    if template is None:
+        raise DataError(
+            f"the tokenizer {tokenizer.directory} has no chat template, which renders messages as text; looked for "
+            f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json',
+            f"take the tokenizer of a chat model, or put a {TEMPLATE_NAME} there",
+        )
+    return template
+
+
+def _found(tokenizer: TokenizerFiles) -> ChatTemplate | None:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = tokenizer.directory / name
@@ -54,11 +79,7 @@ def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
             settings |= {key: value for key, value in json.loads(file.read_text(encoding="utf-8")).items() if value}
     source = _source(tokenizer.directory / TEMPLATE_NAME, settings.get("chat_template"))
     if source is None:
-        raise DataError(
-            f"the tokenizer {tokenizer.directory} has no chat template, which renders messages as text; looked for "
-            f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json',
-            f"take the tokenizer of a chat model, or put a {TEMPLATE_NAME} there",
-        )
+        return None
     declared = {role: settings[role] for role in SPECIAL_TOKENS if role in settings}
     tokens = {role: token["content"] if isinstance(token, dict) else token for role, token in declared.items()}
     return ChatTemplate(source, tokens)

@@ -6,7 +6,7 @@ end token are.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +35,8 @@ class TokenizedRecord(NamedTuple):
 
 def build_record_tokenizer(
     form: RecordForm, template: ChatTemplate | None, tokenizer: Tokenizer
-) -> Callable[[Fields], TokenizedRecord]:
-    """Return a function that tokenizes a record, without the end token after it.
+) -> Callable[[Fields], Sequence[TokenizedRecord]]:
+    """Return a function that tokenizes a record as one document, without the end token after it.
 
     The function raises ValueError for a bad record.
 
@@ -46,8 +46,8 @@ def build_record_tokenizer(
     key = form.weight_key
     tokenize = _tokenizer_of(form, template, tokenizer)
     if key is None:
-        return tokenize
-    return lambda record: tokenize(record)._replace(weight=checked_weight(record.values[key], key, form.keys[key]))
+        return lambda record: [tokenize(record)]
+    return lambda record: [tokenize(record)._replace(weight=checked_weight(record.values[key], key, form.keys[key]))]
 
 
 def _tokenizer_of(
@@ -71,12 +71,25 @@ def _read(record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, key: s
 def _complete(
     record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, prompt: str, completion: str
 ) -> TokenizedRecord:
+    texts = [checked_text(record[key], key, form.keys[key]) for key in (prompt, completion)]
+    return tokenize_completion(texts[0], texts[1], completion, tokenizer)
+
+
+def tokenize_completion(prompt: str, completion: str, key: str, tokenizer: Tokenizer) -> TokenizedRecord:
+    """Tokenize a prompt and what follows it, which is trained on.
+
+    Args:
+        key: of the completion, for messages.
+
+    Raises:
+        ValueError: if the completion is empty.
+    """
     # The two texts are encoded separately. A token across the border would never follow a prompt in
     # use.
-    texts = [checked_text(record[key], key, form.keys[key]) for key in (prompt, completion)]
+    texts = prompt, completion
     prompt_ids, completion_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
     if not completion_ids:
-        raise ValueError(f'the text of "{completion}" is empty: there is nothing to train on')
+        raise ValueError(f'the text of "{key}" is empty: there is nothing to train on')
     is_trained = np.repeat([False, True], [len(prompt_ids), len(completion_ids)])
     return TokenizedRecord(
         np.array([*prompt_ids, *completion_ids], np.int64), is_trained, sum(len(text.encode()) for text in texts)
@@ -86,25 +99,65 @@ def _complete(
 def _converse(
     record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm, key: str
 ) -> TokenizedRecord:
-    messages = _checked_messages(record[key], key, form.keys[key])
-    text, spans = _spans(messages, record.get("tools"), template)
+    messages = checked_messages(record[key], key, form.keys[key])
+    check_has_assistant(messages)
+    return tokenize_messages(messages, record.get("tools"), template, tokenizer)
+
+
+def tokenize_messages(
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    first: int = 0,
+) -> TokenizedRecord:
+    """Tokenize a conversation, of which the assistant's messages are trained on.
+
+    Args:
+        first: number of messages at the start that are not trained on.
+
+    Raises:
+        ValueError: if the template refuses it.
+    """
+    text, spans = _spans(messages, tools, template)
+    # Each message of the assistant has a span, in order.
+    num_before = sum(message["role"] == ASSISTANT for message in messages[:first])
+    if first and len(spans) != sum(message["role"] == ASSISTANT for message in messages):
+        raise ValueError("the chat template does not mark each message of the assistant once with {% generation %}")
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = np.array([start for start, _ in encoding.offsets], np.int64)
     is_trained = np.zeros(len(starts), bool)
-    for start, end in spans:
+    for start, end in spans[num_before:]:
         is_trained |= (start <= starts) & (starts < end)
     return TokenizedRecord(np.array(encoding.ids, np.int64), is_trained, len(text.encode()))
 
 
-def _checked_messages(messages: Any, key: str, setting: str) -> list[dict[str, Any]]:
+def check_has_assistant(messages: list[dict[str, Any]]) -> None:
+    """Check that the assistant says something.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if all(message["role"] != ASSISTANT for message in messages):
+        raise ValueError(f'no message is of the role "{ASSISTANT}": there is nothing to train on')
+
+
+def checked_messages(messages: Any, key: str, setting: str) -> list[dict[str, Any]]:
+    """Return messages that a template can render.
+
+    Args:
+        key: of the record that holds them.
+        setting: how the user names that key.
+
+    Raises:
+        ValueError: if they are none.
+    """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f'the key "{key}" ({setting}) holds {type_name(messages)} and not a list of objects')
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise ValueError(f'message {number} has no "role"')
         _check_is_text(message, number)
-    if all(message["role"] != ASSISTANT for message in messages):
-        raise ValueError(f'no message is of the role "{ASSISTANT}": there is nothing to train on')
     try:
         json.dumps(messages, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -44,15 +44,30 @@ class RecordForm:
     """What the records of a source hold when they are not single texts.
 
     Attributes:
-        keys: key of a record -> setting that names it. The key holds a text, messages, a prompt or
-            a completion; the last one the weight of the record, if it has one.
+        keys: key of a record -> setting that names it. The key holds a text, messages, a prompt, an
+            answer or a judgement; the last one the weight of the record, if it has one.
         weight_key: the key of the weight; None: there are no weights. Only then, a form may be
             `text`.
     """
 
-    kind: Literal["text", "chat", "completion"]
+    kind: Literal["text", "chat", "completion", "preference", "unpaired_preference"]
     keys: dict[str, str]
     weight_key: str | None = None
+
+    @property
+    def documents(self) -> int:
+        """The number of documents of a record: each answer of a pair is one."""
+        return 2 if self.kind == "preference" else 1
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether a record holds answers that people have judged."""
+        return self.kind in ("preference", "unpaired_preference")
+
+    @property
+    def may_hold_messages(self) -> bool:
+        """Whether the chat template decides the tokens of a record."""
+        return self.kind == "chat" or self.judges_answers
 
 
 class Position(NamedTuple):
@@ -119,15 +134,16 @@ class Corpus:
         return compute_identity(contents, reading, self.num_documents, form)
 
     def is_held_out(self, document: int) -> bool:
-        """Return whether a document is held out for validation.
+        """Return whether a document is held out for validation, with all others of its record.
 
         The answer depends on the number of the document alone. So the validation text stays the
         same for every seed and mesh, and when documents are appended. The first document is always
         held out, so that the validation text is never empty.
         """
-        if document == 0:
+        record = document // (1 if self.form is None else self.form.documents)
+        if record == 0:
             return self.held_out > 0
-        return xxh3_64_intdigest(document.to_bytes(8, "little")) < self.held_out * 2**64
+        return xxh3_64_intdigest(record.to_bytes(8, "little")) < self.held_out * 2**64
 
     def check_unchanged(self) -> None:
         """Check that no file was written to since its content was hashed.

@@ -1,6 +1,6 @@
 """Encoding: chunks of source files become tokens. Each worker process runs one encoder."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -11,6 +11,7 @@ from meshtrain.data.text.chat_template import ChatTemplate
 from meshtrain.data.text.chunks import Chunk
 from meshtrain.data.text.conversations import TokenizedRecord, build_record_tokenizer
 from meshtrain.data.text.corpus import Corpus, RecordForm
+from meshtrain.data.text.preferences import build_answer_tokenizer
 from meshtrain.data.text.records import BadRecord, Fields, parse, parse_fields
 from meshtrain.data.tokens.cutting import Cutter, TooLongError
 
@@ -87,18 +88,20 @@ class Encoder:
 
 
 class RecordEncoder:
-    """Turns chunks of conversations or completions into tokens with marks.
+    """Turns chunks of conversations, completions or judged answers into tokens with marks.
 
     Args:
-        tokenize: record -> its tokens and marks; raises ValueError for a bad record.
+        tokenize: record -> tokens and marks of its documents; raises ValueError for a bad record.
         form: of the records.
     """
 
-    def __init__(self, tokenize: Callable[[Fields], TokenizedRecord], token_type: np.dtype, form: RecordForm) -> None:
+    def __init__(
+        self, tokenize: Callable[[Fields], Sequence[TokenizedRecord]], token_type: np.dtype, form: RecordForm
+    ) -> None:
         self._tokenize, self._token_type, self._form = tokenize, token_type, form
 
     def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
-        """Encode all records of chunks, in order; each is a document."""
+        """Encode all records of chunks, in order."""
         found: list[TokenizedRecord] = []
         problems: list[tuple[int, BadRecord]] = []
         for chunk in chunks:
@@ -107,7 +110,7 @@ class RecordEncoder:
                     problems.append((len(found), record))
                     continue
                 try:
-                    found.append(self._tokenize(record))
+                    found += self._tokenize(record)
                 except ValueError as error:
                     problems.append((len(found), BadRecord(f"{record.location}: {error}", is_damage=False)))
         return EncodedBlock(
@@ -139,7 +142,8 @@ class Task:
         tokenizer = Tokenizer.from_str(self.tokenizer)
         if self.form is None:
             return Encoder(tokenizer, self.token_type, self.text_key, self.text_key_setting)
-        return RecordEncoder(build_record_tokenizer(self.form, self.template, tokenizer), self.token_type, self.form)
+        build = build_answer_tokenizer if self.form.judges_answers else build_record_tokenizer
+        return RecordEncoder(build(self.form, self.template, tokenizer), self.token_type, self.form)
 
 
 def build_task(corpus: Corpus, tokenizer: Tokenizer, token_type: np.dtype, template: ChatTemplate | None) -> Task:

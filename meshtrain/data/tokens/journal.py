@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.data.cache import compute_identity
-from meshtrain.data.text.chat_template import ChatTemplate, find_chat_template
+from meshtrain.data.text.chat_template import ChatTemplate, template_for
 from meshtrain.data.text.corpus import START, Corpus, Position
 from meshtrain.data.tokens.part_writer import PartState, PartWriter, file_sizes
 from meshtrain.data.tokens.token_file import FORMAT_VERSION, TRAIN, VALIDATION, smallest_token_type
@@ -37,8 +37,7 @@ class Job:
 
         Raises DataError if the tokenizer has none.
         """
-        is_chat = self.corpus.form is not None and self.corpus.form.kind == "chat"
-        return find_chat_template(self.tokenizer) if is_chat else None
+        return template_for(self.corpus, self.tokenizer)
 
     @property
     def parts(self) -> tuple[str, ...]:

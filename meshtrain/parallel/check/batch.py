@@ -15,13 +15,15 @@ class BatchShape:
     """The shape of the batches of a run.
 
     Attributes:
-        global_batch_size: in sequences.
-        micro_batch_size: in sequences.
+        global_batch_size: in rows.
+        micro_batch_size: in rows.
         sequence_length: in tokens.
         width_multiple: in tokens; batches may be narrower, and their width is a multiple of this
             number. None if all batches have the same width.
         smaller: sizes of smaller global batches at the start of a run, in sequences.
         separates: whether rows are made of documents that do not see each other.
+        rows: number of rows of a sequence in the words of a user: a pair has two.
+        sums_tokens: whether the loss is a sum over tokens, which may be computed in chunks.
     """
 
     global_batch_size: int
@@ -30,6 +32,8 @@ class BatchShape:
     width_multiple: int | None = None
     smaller: tuple[int, ...] = ()
     separates: bool = False
+    rows: int = 1
+    sums_tokens: bool = True
 
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
@@ -38,18 +42,19 @@ def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
 
 
 def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    size, micro_batch_size = batch.global_batch_size // batch.rows, batch.micro_batch_size // batch.rows
     data_degree = plan.mesh.data_degree
-    unit = data_degree * batch.micro_batch_size
-    if batch.global_batch_size % unit:
+    unit = data_degree * micro_batch_size
+    if size % unit:
         yield Problem(
-            f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_degree} x micro_batch_size "
-            f"{batch.micro_batch_size} = {unit}",
-            nearest_multiples(batch.global_batch_size, unit),
+            f"global_batch_size = {size} is not a multiple of dp {data_degree} x micro_batch_size "
+            f"{micro_batch_size} = {unit}",
+            nearest_multiples(size, unit),
         )
     if wrong := [size for size in batch.smaller if size % unit]:
         yield Problem(
             f"batch_ramp has a batch of {wrong[0]} sequences, which is not a multiple of dp {data_degree} x "
-            f"micro_batch_size {batch.micro_batch_size} = {unit}",
+            f"micro_batch_size {micro_batch_size} = {unit}",
             "set first and increment of batch_ramp to multiples of it",
         )
 

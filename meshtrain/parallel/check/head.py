@@ -14,7 +14,13 @@ from meshtrain.parallel.tensor.rules import Problems
 
 def check_head(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     """Yield what keeps the head of a model from running in the chunks that a plan asks for."""
-    if plan.loss.chunk_tokens not in ("auto", 0):
+    if plan.loss.chunk_tokens not in ("auto", 0) and not batch.sums_tokens:
+        yield Problem(
+            f"loss.chunk_tokens = {plan.loss.chunk_tokens} computes the loss in chunks of tokens, and this loss is not "
+            "a sum over tokens",
+            "leave it out",
+        )
+    elif plan.loss.chunk_tokens not in ("auto", 0):
         try:
             find_base(model)
         except ModelError as error:
@@ -34,7 +40,9 @@ def resolve_loss(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
         PlanError: if the last stage cannot run its head in the chunks that the plan asks for.
     """
     chunk_tokens = plan.loss.chunk_tokens
-    if chunk_tokens == "auto":
+    if chunk_tokens == "auto" and not batch.sums_tokens:
+        chunk_tokens = 0
+    elif chunk_tokens == "auto":
         chunk_tokens = auto_chunk_tokens(plan, model, batch.micro_batch_size * batch.sequence_length // plan.mesh.cp)
     if not chunk_tokens:
         return LossPlan(chunk_tokens=0)

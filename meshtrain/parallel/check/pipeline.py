@@ -109,7 +109,7 @@ def _check_all_batches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     problems = list(check_microbatches(plan, batch))
     yield from problems
     for size in () if problems else batch.smaller:
-        for problem in check_microbatches(plan, replace(batch, global_batch_size=size)):
+        for problem in check_microbatches(plan, replace(batch, global_batch_size=batch.rows * size)):
             yield Problem(
                 f"batch_ramp has a batch of {size} sequences: {problem.found}",
                 "set first and increment of batch_ramp to larger numbers",
@@ -130,7 +130,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
         yield Problem(
             f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: found {microbatches} for "
             f"{stages} stages",
-            f"raise global_batch_size to {stages * unit} or lower micro_batch_size",
+            f"raise global_batch_size to {stages * unit // batch.rows} or lower micro_batch_size",
         )
     if needs == "equal rounds" and microbatches != in_equal_rounds(microbatches, pp):
         yield Problem(

@@ -16,9 +16,10 @@ from meshtrain.planning.simulation.models import run_adapters
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.objective import build_objective
 from meshtrain.training.optim import build_optimizer
 from meshtrain.training.parameter_groups import freeze
+from meshtrain.training.preference.build import build_run_loss
+from meshtrain.training.preference.rows import reference_like
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
 
@@ -56,14 +57,19 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
     context = StepContext(
         pipeline=pipeline,
-        loss=build_objective(pipeline, run.objective),
+        loss=build_run_loss(pipeline, run.objective, run.preference),
         optimizer=build_optimizer(pipeline, run.optimizer),
         learning_rate=lambda step: run.optimizer.learning_rate,
         max_gradient_norm=run.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(plan.precision),
         after_update=no_update if average is None else average.update,
     )
-    return context, {"input_ids": ids.to(device), "labels": ids.to(device)}
+    batch = {name: ids.to(device) for name in ("input_ids", "labels")}
+    if "attention_mask" in run.inputs:
+        # A mask without pads would be left out.
+        batch["attention_mask"] = torch.ones_like(batch["labels"])
+        batch["attention_mask"][:, -1] = 0
+    return context, batch | reference_like(run.preference, batch["labels"])
 
 
 def measure_steps(run: SimulatedRun, device: torch.device, number: int, warm_up: int = WARM_UP) -> list[float]:

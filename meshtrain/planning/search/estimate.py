@@ -103,7 +103,7 @@ class Estimator:
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._sizes = plan, sizes
-        self._batch, self._length = batch.global_batch_size, batch.sequence_length
+        self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
         self._needs, self._speed = needs, speed
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce

@@ -65,9 +65,9 @@ class Wanted:
         """
         wanted, rows = candidate.plan(self.config.plan), candidate.micro_batch_size
         base = self.base
-        number = self.config.global_batch_size
+        number, each = self.config.global_batch_size, base.batch.rows
         smaller = tuple(self.config.batch_ramp.sizes(number))
-        batch = replace(base.batch, global_batch_size=number, micro_batch_size=rows, smaller=smaller)
+        batch = replace(base.batch, global_batch_size=each * number, micro_batch_size=each * rows, smaller=smaller)
         plan = resolve_plan(
             with_family(wanted, base.hf_config.model_type),
             base.model,

@@ -41,7 +41,8 @@ from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.objective import build_objective
+from meshtrain.training.preference.build import build_run_loss
+from meshtrain.training.preference.rows import reference_like
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
 
@@ -230,7 +231,7 @@ def _record(
         pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
-            loss=build_objective(pipeline, run.objective),
+            loss=build_run_loss(pipeline, run.objective, run.preference),
             optimizer=optimizer,
             learning_rate=lambda step: run.optimizer.learning_rate,
             max_gradient_norm=run.optimizer.max_gradient_norm,
@@ -259,4 +260,5 @@ def _record(
 def _batch(run: SimulatedRun) -> dict[str, Tensor]:
     rows = num_microbatches(run.plan, run.batch) * run.batch.micro_batch_size
     names = ("input_ids", "labels", *run.inputs)
-    return {name: torch.ones(rows, run.batch.sequence_length, dtype=torch.long) for name in names}
+    found = {name: torch.ones(rows, run.batch.sequence_length, dtype=torch.long) for name in names}
+    return found | reference_like(run.preference, found["labels"])

@@ -9,6 +9,7 @@ from meshtrain.config.lora import NO_LORA, LoraConfig
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.preference import NO_PREFERENCE, PreferenceConfig
 from meshtrain.config.run import RouterConfig
 from meshtrain.parallel.check import BatchShape
 
@@ -28,6 +29,7 @@ class SimulatedRun:
         router: of the run.
         lora: of the run.
         objective: of the run.
+        preference: of the run.
         ema: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
@@ -44,6 +46,7 @@ class SimulatedRun:
     router: RouterConfig
     lora: LoraConfig = NO_LORA
     objective: ObjectiveConfig = STOCK_OBJECTIVE
+    preference: PreferenceConfig = NO_PREFERENCE
     ema: EmaConfig = NO_EMA
     granularity: int = 1
     on_gpus: bool = False
