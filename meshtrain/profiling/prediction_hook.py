@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.planning.machine import find_machine
+from meshtrain.planning.remarks import compilation_remark
 from meshtrain.profiling.comparison import MeasuredHook, comparison_lines, prediction_lines
 from meshtrain.profiling.files import Prediction, read_summary
 from meshtrain.profiling.prediction import read_or_predict
@@ -41,8 +42,9 @@ class PredictionHook(MeasuredHook):
             console.line(f"Memory and time of a step are not predicted: {found}")
             return
         self._prediction = found
-        for line in prediction_lines(found):
-            console.line(line)
+        for line in [*prediction_lines(found), compilation_remark(resolved)]:
+            if line:
+                console.line(line)
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
         """Write the prediction into the run directory, or remove that of an earlier plan."""

@@ -95,7 +95,7 @@ class _Float8Product(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.recipe, ctx.num_tokens = recipe, x.shape[0]
-        y = _multiply(_cast(_padded(x, recipe), E4M3, recipe), _cast(weight, E4M3, recipe), recipe)
+        y = _multiply(_cast(_padded(x, recipe), E4M3, recipe), _cast(weight, E4M3, recipe), recipe, is_fast=True)
         return y[: x.shape[0]]
 
     @staticmethod
@@ -158,8 +158,16 @@ def _power_of_two(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
-def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe) -> Tensor:
-    """Return first @ second.T in bfloat16."""
+def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe, *, is_fast: bool = False) -> Tensor:
+    """Return first @ second.T in bfloat16.
+
+    Args:
+        first: (rows, inner).
+        second: (columns, inner).
+        recipe: how they were scaled.
+        is_fast: whether sums may have fewer digits than float32, where the kernel has that choice.
+            Gradients need the digits.
+    """
     if first.values.device.type == "cpu" and not _as_on_gpus:
         return _exact_values(first, recipe) @ _exact_values(second, recipe).T
     scaling, swizzle = recipe.scaling, None
@@ -178,6 +186,7 @@ def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe) -> Tensor:
         swizzle_a=swizzle,
         swizzle_b=swizzle,
         output_dtype=torch.bfloat16,
+        use_fast_accum=is_fast and scaling is not ScalingType.BlockWise1x32,
     )
 
 
