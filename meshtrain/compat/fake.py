@@ -72,6 +72,21 @@ Why: the operators under the public function are private.
 Holds: torch 2.11 to 2.13.
 """
 
+
+def attention_of_cpu(full_name: str) -> str | None:
+    """Return which pass an operator of attention that exists on a CPU only does, by its full name.
+
+    Returns:
+        `forward` or `backward`; None for any other operator.
+
+    Why: the operators under the public function are private.
+    Holds: torch 2.11 to 2.13.
+    """
+    if not (ATTENTION in full_name and "_for_cpu" in full_name):
+        return None
+    return "backward" if "_backward" in full_name else "forward"
+
+
 LOOKUPS = ("embedding", "gather", "index", "index_select")
 """The operators that read a part of their first argument.
 

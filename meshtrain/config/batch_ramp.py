@@ -3,7 +3,6 @@
 import math
 from typing import Self
 
-import numpy as np
 from pydantic import model_validator
 
 from meshtrain.config.settings import Count, Settings
@@ -56,10 +55,10 @@ class BatchRampConfig(Settings):
         """Return the number of sequences that all batches are multiples of, `largest` included."""
         return math.gcd(largest, *self.sizes(largest))
 
-    def batches(self, largest: int) -> np.ndarray:
-        """Return the number of sequences in each step of the ramp: (steps,) int64."""
-        sizes, steps = np.array(self.sizes(largest), np.int64), self.steps or 0
-        return sizes[np.arange(steps) * len(sizes) // max(1, steps)]
+    def batches(self, largest: int) -> list[int]:
+        """Return the number of sequences in each step of the ramp."""
+        sizes, steps = self.sizes(largest), self.steps or 0
+        return [sizes[step * len(sizes) // steps] for step in range(steps)] if sizes else []
 
 
 NO_RAMP = BatchRampConfig()

@@ -26,6 +26,8 @@ ROOT = Path(meshtrain.__file__).parent
 PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 # These names are documented by Python.
 OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
+# The end of the names of standard errors, as lm_eval documents them.
+OF_RESULTS = {"_stderr"}
 METHODS = {
     name
     for kind in (nn.Module, PreTrainedModel)
@@ -110,7 +112,7 @@ def begins_private(name: ast.expr) -> bool:
 def private_uses(text: str) -> Iterator[str]:
     """Yield the private uses in a file."""
     tree = ast.parse(text)
-    own, documents, theirs = own_names(tree) | OF_PYTHON, docstrings(tree), library_names(tree)
+    own, documents, theirs = own_names(tree) | OF_PYTHON | OF_RESULTS, docstrings(tree), library_names(tree)
 
     def replaces(owner: ast.expr, name: str) -> bool:
         is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")

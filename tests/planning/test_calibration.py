@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from meshtrain import cli
+from meshtrain.compat.fake import attention_of_cpu
 from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
-from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu, is_for_cpu
+from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu
 from meshtrain.planning.calibration.operators import measure_operators
 from tests.planning.cases import PLANS, make_run
 from tests.ranks import run_on_ranks
@@ -53,8 +54,7 @@ def test_gpus_run_the_attention_that_a_simulation_runs(key_heads: int) -> None:
     run = attention_on_gpu(f"aten.{name}_backward.default", arguments, {"scale": 0.3})
     for _ in range(2):
         torch.testing.assert_close(run(), backward(*arguments, scale=0.3))
-    assert is_for_cpu(f"aten.{name}_backward.default")
-    assert not is_for_cpu("aten._scaled_dot_product_efficient_attention.default")
+    assert attention_of_cpu("aten._scaled_dot_product_efficient_attention.default") is None
 
 
 def test_gpus_keep_statistics_of_layers_in_float32() -> None:

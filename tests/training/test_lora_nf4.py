@@ -20,7 +20,16 @@ from meshtrain.models.packed import LEVELS, pack, row_bytes, unpack
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
-from tests.training.lora_runs import compiled_losses, logits_of, lora_run, refusal, stock_losses, train, write_base
+from tests.training.lora_runs import (
+    CONTEXT,
+    compiled_losses,
+    logits_of,
+    lora_run,
+    refusal,
+    stock_losses,
+    train,
+    write_base,
+)
 from tests.training.runs import GPT2, VOCABULARY, Mesh, read_checkpoint
 
 LORA = LoraConfig(rank=4, alpha=8, base="nf4")
@@ -71,6 +80,9 @@ def test_adapters_train_beside_four_bits_as_beside_the_same_numbers(tmp_path: Pa
     for number, mesh in enumerate(MESHES):
         found = train(lora_run(tmp_path, mesh, name=f"run{number}", lora=LORA, steps=3))
         assert found == pytest.approx(wanted, rel=1e-12), mesh
+    run = lora_run(tmp_path, (1, 1, 1, 1), name="context", lora=LORA, steps=3)
+    found = train(run.model_copy(update={"plan": run.plan.model_copy(update={"mesh": CONTEXT})}))
+    assert found == pytest.approx(wanted, rel=1e-12)
 
 
 def test_run_resumes_and_is_exported(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Steps with fewer samples at the start of a run."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshtrain.data.samples.order import Order
@@ -13,16 +15,16 @@ class RampedOrder:
 
     Args:
         order: whose steps have the largest number of samples that divides all batches.
-        batches: (n,) samples in each of the first steps.
+        batches: samples in each of the first steps.
         global_batch_size: samples in each step after them.
     """
 
     steps_per_epoch = None
 
-    def __init__(self, order: Order, batches: np.ndarray, global_batch_size: int) -> None:
+    def __init__(self, order: Order, batches: Sequence[int], global_batch_size: int) -> None:
         self.global_batch_size = global_batch_size
         self._order = order
-        self._starts = np.concatenate([[0], np.cumsum(batches)])
+        self._starts = np.cumsum([0, *batches], dtype=np.int64)
 
     @property
     def num_steps(self) -> int | None:

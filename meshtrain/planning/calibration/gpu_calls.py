@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.compat.fake import ATTENTION, operator_of
-
-_FOR_CPU = "_for_cpu"
+from meshtrain.compat.fake import attention_of_cpu, operator_of
 
 
 def call_on_gpu(operator: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[[], object]:
@@ -24,17 +22,12 @@ def call_on_gpu(operator: str, args: list[Any], kwargs: dict[str, Any]) -> Calla
         args: with tensors on the GPU, in the number formats of the CPU.
         kwargs: likewise.
     """
-    if is_for_cpu(operator):
+    if attention_of_cpu(operator) is not None:
         return attention_on_gpu(operator, args, kwargs)
     if operator == "aten.native_layer_norm_backward.default":
         # A CPU keeps the statistics in the format of the input.
         args = [*args[:3], *(tensor.float() for tensor in args[3:5]), *args[5:]]
     return partial(operator_of(operator), *args, **kwargs)
-
-
-def is_for_cpu(operator: str) -> bool:
-    """Return whether an operator is attention that exists on a CPU only, by its full name."""
-    return ATTENTION in operator and _FOR_CPU in operator
 
 
 def attention_on_gpu(operator: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], object]:
@@ -45,7 +38,7 @@ def attention_on_gpu(operator: str, args: Sequence[Any], kwargs: dict[str, Any])
         args: with tensors on the GPU, as the operator takes them.
         kwargs: likewise.
     """
-    is_backward = "_backward" in operator
+    is_backward = attention_of_cpu(operator) == "backward"
     query, key, value = args[1:4] if is_backward else args[:3]
     place = 7 if is_backward else 4
     is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
