@@ -95,8 +95,9 @@ class SavedBase(Settings):
 class SavedReference(Settings):
     """The reference that a run compares answers with."""
 
-    weights: str
-    """Checksum of the weights that the run started from; it is the same on every mesh."""
+    model: str
+    """Hash of the weights and the configuration that the run started from, the same on every
+    mesh."""
     name: str
     """Name of the file in the cache with the log-probabilities of all answers."""
 

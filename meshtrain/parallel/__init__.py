@@ -264,7 +264,7 @@ def _parallelize_stage(
     float8_layers = apply_float8(stage, in_float8, plan.precision.float8.recipe)
     if watch_attention is not None:
         watch_attention(stage.model)
-    apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
+    exact = apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
     if tp == 1:
@@ -276,7 +276,7 @@ def _parallelize_stage(
     apply_compile(stage, plan, watches_routers=watches_routers)
     apply_shard(stage, mesh, plan)
     if gathers_in_float8(plan):
-        apply_float8_gather(stage, float8_layers)
+        apply_float8_gather(stage, [layer for layer in float8_layers if layer not in exact])
     return summed_over_tp
 
 

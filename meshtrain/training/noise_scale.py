@@ -98,8 +98,9 @@ class NoiseScale:
         self.variance += (1 - DECAY) * (variance - self.variance)
         self.squared_norm += (1 - DECAY) * (squared_norm - self.squared_norm)
         found = {"gradient_variance": variance, "gradient_squared_norm": squared_norm}
-        # With few measurements, the average of a small number may be negative.
-        return found | ({"noise_scale": self.variance / self.squared_norm} if self.squared_norm > 0 else {})
+        # With few measurements, the averages of small numbers may be negative.
+        is_known = self.squared_norm > 0 and self.variance > 0
+        return found | ({"noise_scale": self.variance / self.squared_norm} if is_known else {})
 
     def saved(self) -> SavedNoise | None:
         """Return what a checkpoint keeps; None if there are no measurements."""

@@ -27,7 +27,9 @@ ADVICE = (
     "this is a fault of the plan or of meshtrain, not of the data: run `meshtrain check`, report it, or switch the "
     "checks off with self_checks = false"
 )
-TOKENS = ("input_ids", "labels")
+TOKENS = ("input_ids", "labels", "mismatched_input_ids", "mismatched_labels")
+ADAPTER = ".lora_"
+"""What the names of the parameters of adapters have in common."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,19 @@ def frozen_checksum(pipeline: Pipeline) -> str:
 
     It has 16 hexadecimal digits. The parts of a fused parameter count as that parameter.
     """
+    return _checksum_of(pipeline, {name for name, it in pipeline.named_parameters() if not it.requires_grad})
+
+
+def stock_checksum(pipeline: Pipeline) -> str:
+    """Return the checksum of all parameters but adapters, as `frozen_checksum`. Collective."""
+    return _checksum_of(pipeline, {name for name, _ in pipeline.named_parameters() if ADAPTER not in name})
+
+
+def _checksum_of(pipeline: Pipeline, chosen: set[str]) -> str:
     checksums = whole_checksums(pipeline, as_stock=True).tolist()
-    frozen = {name for name, parameter in pipeline.named_parameters() if not parameter.requires_grad}
     names = [name for name, _ in pipeline.named_parameters()]
     held = _gather_stages(pipeline, dict(zip(names, checksums, strict=True)))
-    every = {name for answer in gather_objects(frozen) for name in answer}
+    every = {name for answer in gather_objects(chosen) for name in answer}
     return f"{sum(one.checksum for one in held if not one.is_copy and one.name in every) % 2**64:016x}"
 
 

@@ -21,19 +21,25 @@ from meshtrain.parallel.tensor.collectives import sum_over_shards
 from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedConv1D, ShardedLinear, rows_of
 
 
-def apply_dora(model: nn.Module, layers: Mapping[str, nn.Module], group: ProcessGroup | None) -> None:
+def apply_dora(model: nn.Module, layers: Mapping[str, nn.Module], group: ProcessGroup | None) -> list[nn.Module]:
     """Let layers with magnitudes compute with them, in place.
 
     Args:
         model: of a stage, with its own modules sharded.
         layers: taken off it, and sharded.
         group: the processes of tp; None: tp is 1.
+
+    Returns:
+        The projections, or their parts, of whose weights it needs all digits.
     """
     own: Mapping[str, Any] = layers
+    bases: list[nn.Module] = []
     for name, layer in own.items():
         for adapter, _ in magnitudes_of(layer):
             # peft's layers call the variant of an adapter, if it has one.
             layer.lora_variant[adapter] = Dora(model.get_submodule(name), group)
+            bases += [part for _, part in parts_of(model.get_submodule(name))]
+    return bases
 
 
 def shard_magnitudes(layer: nn.Module, is_sharded: Sequence[bool], mesh: DeviceMesh, *, is_partial: bool) -> list[str]:

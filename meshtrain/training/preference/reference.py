@@ -4,8 +4,11 @@ They are computed once, on the mesh of the run, before any parameter changes. A 
 keeps them, so neither a resumption nor another run from the same weights computes them again.
 """
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -25,22 +28,29 @@ from meshtrain.runtime.mesh import all_reduce_over, data_rank
 from meshtrain.training.build import Run
 from meshtrain.training.loop import data_share, on_device
 from meshtrain.training.preference.loss import PreferenceLoss
-from meshtrain.training.self_check import check_parameters, frozen_checksum
+from meshtrain.training.self_check import stock_checksum
 
 TRAIN, VALIDATION = "train", "validation"
 FILE_NAME = "log_probabilities.npz"
+_NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "transformers_version"}
 Reference = Mapping[str, np.ndarray]
 """Part of the data -> (samples, 2) float64 log-probabilities, as `ReferencedSamples` has them."""
 
 
-def weights_of_reference(run: Run) -> str:
-    """Return the checksum of the weights that a run has now, the same on every mesh. Collective."""
-    return frozen_checksum(run.pipeline) if run.base.exists else check_parameters(run.pipeline).checksum
+def model_of_reference(run: Run) -> str:
+    """Return a hash of the model that a run has now, the same on every mesh. Collective.
+
+    It is that of the weights, without adapters, which change nothing at the start, and of the
+    configuration, without where it came from.
+    """
+    config = run.identity.resolved.hf_config.to_dict()
+    kept = {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
+    return compute_identity(stock_checksum(run.pipeline), json.dumps(kept, sort_keys=True, default=str))
 
 
-def name_of_reference(run: Run, weights: str) -> str:
-    """Return the name of the file for some weights, the data, and the number formats."""
-    return compute_identity(weights, run.identity.data.identity, run.identity.plan.precision.model_dump())
+def name_of_reference(run: Run, model: str) -> str:
+    """Return the name of the file for a model, the data, and the number formats."""
+    return compute_identity(model, run.identity.data.identity, run.identity.plan.precision.model_dump())
 
 
 def read_reference(run: Run, name: str) -> Reference | None:
@@ -99,9 +109,14 @@ def _read(directory: Path) -> Reference | None:
     path = directory / FILE_NAME
     if not path.is_file():
         return None
-    # The format has a checksum of each array.
-    with np.load(path) as file:
-        return {part: file[part] for part in file.files}
+    try:
+        # The format has a checksum of each array.
+        with np.load(path) as file:
+            return {part: file[part] for part in file.files}
+    except (BadZipFile, EOFError, ValueError) as error:
+        console.line(f"{path} is damaged ({error}), and is computed again")
+        shutil.rmtree(directory)
+        return None
 
 
 def _log_probs(run: Run, samples: Samples, description: str) -> np.ndarray:

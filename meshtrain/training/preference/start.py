@@ -9,9 +9,9 @@ from meshtrain.training.build import Run
 from meshtrain.training.preference.reference import (
     Reference,
     compute_reference,
+    model_of_reference,
     name_of_reference,
     read_reference,
-    weights_of_reference,
     with_reference,
 )
 from meshtrain.training.run_checkpoints import Found, give_first_values, set_values
@@ -24,7 +24,8 @@ def start_run(run: Run, found: Found | None) -> Run:
         found: the checkpoint to resume from; None: the run begins.
 
     Raises:
-        CheckpointError: if the reference of a resumed run is gone, and so are its weights.
+        CheckpointError: if the reference of a resumed run is gone, and so is its model; or if it
+            had none.
     """
     if not run.config.preference.has_reference:
         set_values(run, found)
@@ -42,23 +43,27 @@ def start_run(run: Run, found: Found | None) -> Run:
 
 
 def _named(run: Run) -> SavedReference:
-    weights = weights_of_reference(run)
-    return SavedReference(weights=weights, name=name_of_reference(run, weights))
+    model = model_of_reference(run)
+    return SavedReference(model=model, name=name_of_reference(run, model))
 
 
 def _of_resumed(run: Run, found: Found) -> tuple[SavedReference, Reference]:
     checkpoint, manifest = found
     saved = manifest.reference
-    assert saved is not None, "run.toml has the loss with which the checkpoint was saved"
+    if saved is None:
+        raise CheckpointError(
+            f"{shown_location(checkpoint)}: it was saved without a reference, which preference.loss = "
+            f'"{run.config.preference.loss}" needs',
+            "go on with the loss of that run, or begin a new run from its weights in a directory of its own",
+        )
     reference = read_reference(run, saved.name)
     if reference is None:
         give_first_values(run)
-        weights = weights_of_reference(run)
-        if weights != saved.weights:
+        if model_of_reference(run) != saved.model:
             raise CheckpointError(
                 f"{shown_location(checkpoint)}: the log-probabilities of its reference are not in "
-                f"{run.config.data.cache_directory} any more, and the weights in {run.config.model.path} are others "
-                f"than those at the start (their checksum was {saved.weights}, and is {weights})",
+                f"{run.config.data.cache_directory} any more, and the weights or the configuration in "
+                f"{run.config.model.path} are others than those at the start",
                 "put back the model that was there then",
             )
         reference = compute_reference(run, saved.name)
