@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,12 +20,23 @@ from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.planning.search.command import search
 from meshtrain.runtime.ranks import RankError
+from meshtrain.training import loop
 from meshtrain.training.distillation.divergence import summed_divergence
 from meshtrain.training.distillation.loss import laid_out
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
 from tests.training.preferences import Stock, close, compare, train, write_base
-from tests.training.runs import GPT2, VOCABULARY, Mesh, build_plan, build_run, read_metrics, train_here, write_text
+from tests.training.runs import (
+    GPT2,
+    VOCABULARY,
+    Mesh,
+    build_plan,
+    build_run,
+    read_metrics,
+    steps_of,
+    train_here,
+    write_text,
+)
 
 WEIGHT, TEMPERATURE = 0.3, 2.5
 # pp, dp_replicate, dp_shard, tp
@@ -50,12 +62,13 @@ def run_on(directory: Path, mesh: Mesh, **changes: Any) -> RunConfig:
     return run.model_copy(update={"data": data, "model": model})
 
 
-def both_terms(model: Any, teacher: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def both_terms(model: Any, teacher: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy and divergence of trained tokens, by torch's own functions."""
+    labels = batch.pop("labels")
     is_trained = labels != -100
-    logits = model(input_ids=tokens).logits[is_trained]
+    logits = model(**batch, use_cache=False).logits[is_trained]
     with torch.no_grad():
-        theirs = teacher(input_ids=tokens).logits[is_trained]
+        theirs = teacher(**batch, use_cache=False).logits[is_trained]
     ours, wanted = (F.log_softmax(it / TEMPERATURE, -1) for it in (logits, theirs))
     divergence = F.kl_div(ours, wanted, reduction="batchmean", log_target=True)
     return F.cross_entropy(logits, labels[is_trained]), divergence
@@ -63,7 +76,15 @@ def both_terms(model: Any, teacher: Any, tokens: Tensor, labels: Tensor) -> tupl
 
 def train_stock(run: RunConfig) -> Stock:
     """Train the stock model on the tokens that a run in this process sees, step by step."""
-    seen = train_here(run)
+    batches: list[dict[str, Tensor]] = []
+    step_of_product = loop.train_step
+
+    def spy(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
+        batches.append({**batch})
+        return step_of_product(context, step, batch, sample_ids)
+
+    loop.train_step = spy
+    train_here(run)
     paths = str(run.model.path), str(run.distillation.teacher)
     model, teacher = (AutoModelForCausalLM.from_pretrained(it, dtype=torch.float64).eval() for it in paths)
     trained, config = [*model.parameters()], run.optimizer
@@ -74,9 +95,8 @@ def train_stock(run: RunConfig) -> Stock:
     betas = config.beta1, config.beta2
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
     losses, terms = [], []
-    for step in seen:
-        tokens, labels = torch.tensor(step["tokens"]), torch.tensor(step["labels"])
-        cross_entropy, divergence = both_terms(model, teacher, tokens, labels)
+    for batch in batches:
+        cross_entropy, divergence = both_terms(model, teacher, batch)
         loss = (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence
         optimizer.zero_grad()
         loss.backward()
@@ -119,6 +139,18 @@ def test_padded_rows_and_a_resumption_on_other_meshes(tmp_path: Path) -> None:
     for steps, mesh in ((1, (1, 1, 2, 1)), (2, (1, 1, 1, 2)), (3, (1, 2, 1, 1))):
         train(run_on(tmp_path, mesh, name="resumed", steps=steps, form="padded"))
     compare(tmp_path / "resumed", stock)
+
+
+def test_documents_are_separate_for_the_teacher_too(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    write_text(tmp_path / "text.jsonl", documents=60)
+    data = run_on(tmp_path, (1, 1, 1, 1)).data
+    apart = data.model_copy(update={"documents": "separate", "sequence_length": 32})
+    stock = stock_of(tmp_path, data=apart)
+    train(run_on(tmp_path, (1, 1, 2, 1), data=apart))
+    compare(tmp_path / "1-1-2-1", stock)
+    train(run_on(tmp_path, (1, 1, 1, 1), name="joined", data=apart.model_copy(update={"documents": "joined"})))
+    assert steps_of(tmp_path / "joined")[0]["kl"] != close(stock.terms[0]["kl"])
 
 
 def test_adapters_and_evaluations_beside_a_teacher(tmp_path: Path) -> None:
