@@ -20,7 +20,7 @@ from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.own_loss import check_own_loss
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.run import Ending, train_run
-from meshtrain.verify.first_use import ensure_proven
+from meshtrain.verify.first_use import ensure_model_proven, ensure_proven
 
 if TYPE_CHECKING:
     from meshtrain.profiling.prediction_hook import PredictionHook
@@ -74,6 +74,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = (), *, loss: LossFunction |
         if loss is not None:
             check_own_loss("train: loss", loss, resolved.hf_config.get_text_config().vocab_size)
         ensure_proven(resolved)
+        if resolved.teacher is not None and config.model.prove_unknown_class:
+            ensure_model_proven(resolved.teacher.build_model(), resolved.teacher.plan)
         for hook in predicting:
             hook.predict(resolved)
 
@@ -88,7 +90,11 @@ def _check_alone(config: RunConfig) -> None:
     Raises:
         ConfigError: if it has.
     """
-    tables = {"objective": config.objective != STOCK_OBJECTIVE, "preference": config.preference.loss is not None}
+    tables = {
+        "objective": config.objective != STOCK_OBJECTIVE,
+        "preference": config.preference.loss is not None,
+        "distillation": config.distillation.teacher is not None,
+    }
     for table, is_set in tables.items():
         if is_set:
             raise ConfigError(

@@ -102,6 +102,17 @@ class SavedReference(Settings):
     """Name of the file in the cache with the log-probabilities of all answers."""
 
 
+class SavedTeacher(Settings):
+    """The teacher that a run learns from. A checkpoint does not hold it."""
+
+    path: str
+    """The Hugging Face directory that it was loaded from."""
+    dtype: SavedDtype
+    """Number format of its parameters in the run."""
+    checksum: str
+    """Checksum of these parameters; it is the same on every mesh."""
+
+
 class Manifest(Settings):
     """What the tensors of a checkpoint belong to."""
 
@@ -150,6 +161,8 @@ class Manifest(Settings):
     """What the adapters were trained on, for a checkpoint that holds adapters alone."""
     reference: SavedReference | None = None
     """The reference of a run on judged answers whose loss needs one."""
+    teacher: SavedTeacher | None = None
+    """The teacher of a run with distillation."""
     tied: dict[str, str] = Field(default_factory=dict)
     """Stock FQN of a tied head -> FQN under which the weight is kept."""
     evaluation_loss: float | None = None

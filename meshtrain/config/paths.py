@@ -19,6 +19,7 @@ PATHS = (
     ("data", "sources", "*", "validation"),
     ("data", "cache_directory"),
     ("tasks", "folder"),
+    ("distillation", "teacher"),
 )
 CORPUS_PATHS = (
     ("directory",),

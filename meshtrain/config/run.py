@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
 from meshtrain.config.data import DataConfig
+from meshtrain.config.distillation import NO_DISTILLATION, DistillationConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
@@ -268,6 +269,7 @@ class RunConfig(Settings):
     learning_rate: LearningRateConfig = LearningRateConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     preference: PreferenceConfig = NO_PREFERENCE
+    distillation: DistillationConfig = NO_DISTILLATION
     ema: EmaConfig = NO_EMA
     router: RouterConfig = STOCK_ROUTER
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -429,6 +431,26 @@ class RunConfig(Settings):
                 "measures means over tokens",
                 "leave one of them out",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_a_teacher_excludes(self) -> Self:
+        if self.distillation.teacher is None:
+            return self
+        others = {
+            "objective": (self.objective != STOCK_OBJECTIVE, "changes the loss"),
+            "preference.loss": (self.preference.loss is not None, "is a loss of whole answers"),
+            "weight_key": (self.data.has_weights, "weights the tokens of the cross-entropy"),
+            "logging.noise_scale_every": (
+                self.logging.noise_scale_every is not None,
+                "measures gradients of the cross-entropy",
+            ),
+        }
+        for name, (is_set, why) in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"`{name}` {why}, and `distillation.teacher` has a loss of its own", "leave out one of them"
+                )
         return self
 
     @model_validator(mode="after")

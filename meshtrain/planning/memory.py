@@ -10,7 +10,7 @@ from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProf
 from meshtrain.planning.simulation.recorder import HEAD, Place, Role
 
 # With `shard.offload = "cpu"` they are in host memory.
-OFFLOADED = (Role.PARAMETERS, Role.OPTIMIZER, Role.GRADIENTS)
+OFFLOADED = (Role.PARAMETERS, Role.OPTIMIZER, Role.GRADIENTS, Role.TEACHER)
 
 
 @dataclass(frozen=True)

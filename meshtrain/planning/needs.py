@@ -99,6 +99,7 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         lora=config.lora,
         objective=config.objective,
         preference=config.preference,
+        teacher=resolved.teacher,
         ema=config.ema,
         granularity=granularity,
         on_gpus=on_gpus,

@@ -11,7 +11,7 @@ from meshtrain.planning.totals import Totals
 
 # Column -> the roles that it sums.
 COLUMNS: dict[str, tuple[Role, ...]] = {
-    "parameters": (Role.PARAMETERS, Role.BUFFERS),
+    "parameters": (Role.PARAMETERS, Role.BUFFERS, Role.TEACHER),
     "gathered": (Role.GATHERED,),
     "gradients": (Role.GRADIENTS,),
     "unreduced": (Role.UNREDUCED,),

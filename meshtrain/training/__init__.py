@@ -17,6 +17,7 @@ Train
     loss: next-token cross-entropy, also over a sharded vocabulary.
     own_loss: a loss of the program's own.
     objective: cross-entropy with label smoothing and z-loss.
+    distillation: a frozen teacher, and the loss of a model that learns from it.
     loss_scale: dynamic loss scaling for float16.
     gradients: complete the gradients, and compute their norm.
     optim: the optimizer and its learning rate.

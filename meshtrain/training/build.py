@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshtrain import console
-from meshtrain.checkpoint.manifest import SavedReference
+from meshtrain.checkpoint.manifest import SavedReference, SavedTeacher
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import RunConfig
@@ -17,6 +17,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
+from meshtrain.training.distillation.loss import build_distillation_loss
 from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.frozen_base import FrozenBase
 from meshtrain.training.gradients import NO_LAYERS, layers_of
@@ -54,6 +55,7 @@ class Run:
         evaluators: evaluate the model between steps.
         average: of the weights; None if the run has none.
         reference: which reference the data have; None: the loss needs none.
+        teacher: which weights the teacher has; None: there is none.
     """
 
     identity: Identity
@@ -67,6 +69,7 @@ class Run:
     evaluators: Sequence[Evaluator]
     average: WeightAverage | None
     reference: SavedReference | None = None
+    teacher: SavedTeacher | None = None
     _flops: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -153,7 +156,11 @@ def build_run(
     )
 
 
-def _build_loss(pipeline: Pipeline, config: RunConfig, own: LossFunction | None) -> TokenLoss:
+def _build_loss(pipeline: Pipeline, identity: Identity, process: Process, own: LossFunction | None) -> TokenLoss:
+    config, teacher = identity.config, identity.resolved.teacher
+    if teacher is not None:
+        other = teacher.build_pipeline(pipeline.mesh, pipeline.micro_batch_size, process.device)
+        return build_distillation_loss(pipeline, other, config.distillation)
     if own is not None:
         return build_own_loss(pipeline, own)
     if config.data.has_weights:
@@ -181,7 +188,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
     )
     return StepContext(
         pipeline=pipeline,
-        loss=_build_loss(pipeline, config, loss),
+        loss=_build_loss(pipeline, identity, process, loss),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,

@@ -23,6 +23,7 @@ from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
 from meshtrain.parallel.float8.layers import SKIPPED, float8_layers_of
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.pictures.tables import Table
+from meshtrain.training.distillation.teacher import Teacher
 from meshtrain.training.resolve import ResolvedRun
 
 
@@ -64,6 +65,8 @@ def plan_table(resolved: ResolvedRun) -> Table:
         ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters{_frozen(model)}"),
         ("mesh", plan.mesh.described(only_wide=False)),
     ]
+    if resolved.teacher is not None:
+        rows.insert(1, ("teacher", _teacher(resolved.teacher)))
     if resolved.adapters:
         rows.insert(1, ("adapters", _adapters(resolved)))
     if plan.mesh.pp > 1:
@@ -110,6 +113,12 @@ def _adapters(resolved: ResolvedRun) -> str:
     rest = "frozen" if lora.base == "parameters" else f"frozen, its projections in {lora.base}"
     trains = f"{kind} of rank {lora.rank} on {modules}{whole}: {number:,} parameters train ({share:.2%})"
     return f"{trains}, the rest is {rest}"
+
+
+def _teacher(teacher: Teacher) -> str:
+    model = teacher.build_model()
+    held = f"frozen in {teacher.plan.precision.parameters}, sharded as the model and beside it"
+    return f"{type(model).__name__}, {model.num_parameters():,} parameters, {held}"
 
 
 def _frozen(model: PreTrainedModel) -> str:

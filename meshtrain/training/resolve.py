@@ -34,6 +34,7 @@ from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.distillation.teacher import Teacher, resolve_teacher
 from meshtrain.training.noise_scale import check_noise_scale
 from meshtrain.training.optim import build_learning_rate
 from meshtrain.training.parameter_groups import freeze, group_problems
@@ -54,6 +55,7 @@ class ResolvedRun:
         plan: the plan with the rules of the family, and without open settings.
         batch: shape of the batches.
         half: where the model is in a multimodal one, if it is the language half of one.
+        teacher: that the model learns from; None without one.
     """
 
     config: RunConfig
@@ -63,6 +65,7 @@ class ResolvedRun:
     batch: BatchShape
     half: LanguageHalf | None = None
     adapters: Mapping[str, nn.Module] = field(default_factory=dict)
+    teacher: Teacher | None = None
 
     def shares(self) -> list[StageShare]:
         """Return the stages, layers, parameters and bytes of every process."""
@@ -116,7 +119,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         tuple(config.batch_ramp.sizes(config.global_batch_size)),
         separates=data.documents == "separate",
         rows=rows,
-        sums_tokens=config.preference.loss is None,
+        takes_chunks=config.preference.loss is None and config.distillation.teacher is None,
     )
     half = _find_half(hf_config)
     adapters = _adapters(config, model, half)
@@ -136,7 +139,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         _check_formats(plan)
     if config.logging.noise_scale_every is not None:
         check_noise_scale(plan, batch)
-    return ResolvedRun(config, hf_config, model, plan, batch, half, adapters)
+    teacher = resolve_teacher(config, model, plan, batch)
+    return ResolvedRun(config, hf_config, model, plan, batch, half, adapters, teacher)
 
 
 def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | None) -> Mapping[str, nn.Module]:

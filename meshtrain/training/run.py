@@ -27,6 +27,7 @@ from meshtrain.runtime.process import (
 )
 from meshtrain.training.build import Run, build_run
 from meshtrain.training.directory import check_directory, write_resolved
+from meshtrain.training.distillation.frozen import with_teacher
 from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.hooks import Hook
 from meshtrain.training.identity import Identity
@@ -93,7 +94,7 @@ def train_run(
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
             run = build_run(identity, dataset, num_steps, process, lock, hooks, evaluators, loss)
-            run = start_run(run, found)
+            run = start_run(with_teacher(run, found), found)
             checksum = _check_parameters(run)
             _write_resolved(run)
             process.guard.follow(run.pipeline.activity)

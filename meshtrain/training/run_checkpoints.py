@@ -123,6 +123,7 @@ def _begin_to_save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "evaluation_loss": evaluation_loss,
         "base": run.base.saved(),
         "reference": run.reference,
+        "teacher": run.teacher,
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
     run.saver.save(tensors, manifest, run.identity.write_huggingface)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.config.distillation import DistillationConfig
 from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
@@ -23,6 +24,7 @@ from meshtrain.planning.simulation.recorder import Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.rates import dtype_name
 from meshtrain.planning.totals import totals_of
+from meshtrain.training.distillation.teacher import Teacher
 from tests.planning.cases import MODELS, PLANS, SEQUENCE, make_run, run_of
 from tests.planning.measured import Measured, measure
 from tests.ranks import run_on_ranks
@@ -169,6 +171,25 @@ def test_simulated_losses_of_answers_need_what_real_ones_need(loss: PreferenceLo
     run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
     answers = replace(run, preference=PreferenceConfig(loss=loss), inputs=("attention_mask",))
     assert abs(compare_run(answers)) <= NEAR
+
+
+def taught(run: SimulatedRun, plan: str) -> SimulatedRun:
+    """Return the same run with a teacher of another class, which has more layers."""
+    values = {"vocab_size": SMALL["vocab_size"], "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}
+    other = make_run("gpt2", PLANS[plan], microbatches=2, values=values)
+    config = DistillationConfig(teacher="teacher")
+    return replace(run, teacher=Teacher(config, other.hf_config, other.attention, other.plan))
+
+
+@pytest.mark.parametrize("plan", ["one process", "fsdp", "tp"])
+def test_simulated_teacher_needs_what_a_real_one_needs(plan: str) -> None:
+    run = taught(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), plan)
+    assert abs(compare_run(run)) <= NEAR
+
+
+def test_layers_beside_a_teacher_are_put_together() -> None:
+    run = make_run("llama", PLANS["fsdp"], microbatches=4, values={**SMALL, "num_hidden_layers": 16})
+    run_on_ranks(1, compare_ranks, taught(run, "fsdp"), joins=False, timeout=300)
 
 
 def test_simulated_average_of_weights_needs_what_a_real_one_needs() -> None:

@@ -23,7 +23,7 @@ class BatchShape:
         smaller: sizes of smaller global batches at the start of a run, in sequences.
         separates: whether rows are made of documents that do not see each other.
         rows: number of rows of a sequence in the words of a user: a pair has two.
-        sums_tokens: whether the loss is a sum over tokens, which may be computed in chunks.
+        takes_chunks: whether the loss may be computed in chunks of tokens.
     """
 
     global_batch_size: int
@@ -33,7 +33,7 @@ class BatchShape:
     smaller: tuple[int, ...] = ()
     separates: bool = False
     rows: int = 1
-    sums_tokens: bool = True
+    takes_chunks: bool = True
 
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:

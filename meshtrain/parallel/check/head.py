@@ -14,10 +14,10 @@ from meshtrain.parallel.tensor.rules import Problems
 
 def check_head(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     """Yield what keeps the head of a model from running in the chunks that a plan asks for."""
-    if plan.loss.chunk_tokens not in ("auto", 0) and not batch.sums_tokens:
+    if plan.loss.chunk_tokens not in ("auto", 0) and not batch.takes_chunks:
         yield Problem(
-            f"loss.chunk_tokens = {plan.loss.chunk_tokens} computes the loss in chunks of tokens, and this loss is not "
-            "a sum over tokens",
+            f"loss.chunk_tokens = {plan.loss.chunk_tokens} computes the loss in chunks of tokens, and this loss is "
+            "computed from all logits of a microbatch at once",
             "leave it out",
         )
     elif plan.loss.chunk_tokens not in ("auto", 0):
@@ -40,7 +40,7 @@ def resolve_loss(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
         PlanError: if the last stage cannot run its head in the chunks that the plan asks for.
     """
     chunk_tokens = plan.loss.chunk_tokens
-    if chunk_tokens == "auto" and not batch.sums_tokens:
+    if chunk_tokens == "auto" and not batch.takes_chunks:
         chunk_tokens = 0
     elif chunk_tokens == "auto":
         chunk_tokens = auto_chunk_tokens(plan, model, batch.micro_batch_size * batch.sequence_length // plan.mesh.cp)

@@ -13,12 +13,12 @@ from meshtrain.models.dtypes import DTYPES
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.planning.simulation.models import run_adapters
+from meshtrain.planning.simulation.rank import simulated_loss
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_optimizer
 from meshtrain.training.parameter_groups import freeze
-from meshtrain.training.preference.build import build_run_loss
 from meshtrain.training.preference.rows import reference_like
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
@@ -52,12 +52,16 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
     average = build_average(pipeline, run.ema)
     if average is not None:
         average.begin()
+    teacher = None
+    if run.teacher is not None:
+        teacher = run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, device)
+        teacher.initialize(0)
     rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
     vocabulary = run.hf_config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
     context = StepContext(
         pipeline=pipeline,
-        loss=build_run_loss(pipeline, run.objective, run.preference),
+        loss=simulated_loss(run, pipeline, teacher),
         optimizer=build_optimizer(pipeline, run.optimizer),
         learning_rate=lambda step: run.optimizer.learning_rate,
         max_gradient_norm=run.optimizer.max_gradient_norm,

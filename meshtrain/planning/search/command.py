@@ -36,6 +36,11 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     Raises:
         UserError: for a contradiction, a machine that is not known, or if nothing fits.
     """
+    if config.distillation.teacher is not None:
+        raise ConfigError(
+            "the search does not know the memory and the time of a teacher, and `distillation.teacher` is set",
+            "leave it out while you search, and check the plan found with `meshtrain plan`",
+        )
     begun = time.monotonic()
     machine = find_machine(gpu, world_size)
     on_host = _on_host(machine)

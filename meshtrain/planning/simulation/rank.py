@@ -40,6 +40,8 @@ from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
+from meshtrain.training.distillation.loss import build_distillation_loss
+from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.preference.build import build_run_loss
 from meshtrain.training.preference.rows import reference_like
@@ -215,6 +217,9 @@ def _record(
             allocation=quick,
             structure=shared_structure(run),
         )
+        teacher = None
+        if run.teacher is not None:
+            teacher = run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, torch.device("cpu"), quick)
         # The groups are made before tensors are fake, because torch looks for this process in a
         # tensor.
         axes = group_axes(pipeline)
@@ -228,10 +233,12 @@ def _record(
         watch = Watch(recorder, pipeline)
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
         recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
+        if teacher is not None:
+            recorder.hold((_local(it) for _, it in teacher.named_parameters()), Role.TEACHER)
         pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
-            loss=build_run_loss(pipeline, run.objective, run.preference),
+            loss=simulated_loss(run, pipeline, teacher),
             optimizer=optimizer,
             learning_rate=lambda step: run.optimizer.learning_rate,
             max_gradient_norm=run.optimizer.max_gradient_norm,
@@ -255,6 +262,19 @@ def _record(
         train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
         watch.find_gradients()
     return recorder
+
+
+def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: Pipeline | None) -> TokenLoss:
+    """Return the loss of a run.
+
+    Args:
+        run: to be simulated, or built as it would be simulated.
+        pipeline: of the model that trains.
+        teacher: of the teacher, if the run has one.
+    """
+    if run.teacher is None or teacher is None:
+        return build_run_loss(pipeline, run.objective, run.preference)
+    return build_distillation_loss(pipeline, teacher, run.teacher.config)
 
 
 def _batch(run: SimulatedRun) -> dict[str, Tensor]:

@@ -41,6 +41,7 @@ class Role(StrEnum):
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
+    TEACHER = "teacher"
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
     UNREDUCED = "gradients before their reduction"

@@ -12,6 +12,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.preference import NO_PREFERENCE, PreferenceConfig
 from meshtrain.config.run import RouterConfig
 from meshtrain.parallel.check import BatchShape
+from meshtrain.training.distillation.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class SimulatedRun:
         lora: of the run.
         objective: of the run.
         preference: of the run.
+        teacher: of the run.
         ema: of the run.
         granularity: of the allocator in bytes.
         on_gpus: whether attention runs as on GPUs; otherwise as on the CPU.
@@ -47,6 +49,7 @@ class SimulatedRun:
     lora: LoraConfig = NO_LORA
     objective: ObjectiveConfig = STOCK_OBJECTIVE
     preference: PreferenceConfig = NO_PREFERENCE
+    teacher: Teacher | None = None
     ema: EmaConfig = NO_EMA
     granularity: int = 1
     on_gpus: bool = False

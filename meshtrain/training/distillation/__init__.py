@@ -1,0 +1,1 @@
+"""Knowledge distillation: a frozen teacher beside the model that trains."""

@@ -1,0 +1,288 @@
+"""Distillation: every mesh trains as two stock models in one process by hand; what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import meshtrain
+from meshtrain.config.data import TokenizerConfig
+from meshtrain.config.distillation import DistillationConfig
+from meshtrain.config.lora import LoraConfig
+from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
+from meshtrain.config.toml import load_run
+from meshtrain.errors import ConfigError, UserError
+from meshtrain.planning.search.command import search
+from meshtrain.runtime.ranks import RankError
+from meshtrain.training import loop
+from meshtrain.training.distillation.divergence import summed_divergence
+from meshtrain.training.distillation.loss import laid_out
+from meshtrain.training.resolve import resolve_run
+from tests.ranks import run_on_ranks
+from tests.training.preferences import Stock, close, compare, train, write_base
+from tests.training.runs import (
+    GPT2,
+    VOCABULARY,
+    Mesh,
+    build_plan,
+    build_run,
+    read_metrics,
+    steps_of,
+    train_here,
+    write_text,
+)
+
+WEIGHT, TEMPERATURE = 0.3, 2.5
+# pp, dp_replicate, dp_shard, tp
+MESHES: list[Mesh] = [(1, 1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2)]
+
+
+def write_teacher(directory: Path, *, seed: int = 1, **changes: Any) -> None:
+    """Write a model of another class, in float64, that is sure of its tokens, with dropout."""
+    torch.manual_seed(seed)
+    values = {"vocab_size": VOCABULARY, "initializer_range": 0.3, **GPT2, **changes}
+    config = GPT2Config(bos_token_id=0, eos_token_id=0, **values)
+    GPT2LMHeadModel(config).double().save_pretrained(directory / "teacher")
+
+
+def run_on(directory: Path, mesh: Mesh, **changes: Any) -> RunConfig:
+    """Return a run of 3 steps that learns from the teacher in the directory."""
+    plan = build_plan(mesh, sequence_parallel=changes.pop("sequence_parallel", False))
+    config = DistillationConfig(teacher=str(directory / "teacher"), weight=WEIGHT, temperature=TEMPERATURE)
+    model = ModelConfig(path=str(directory / "base"), weights="pretrained")
+    name = changes.pop("name", "-".join(map(str, mesh)))
+    run = build_run(directory / name, "qwen3", plan, **{"steps": 3, "distillation": config, **changes})
+    data = run.data.model_copy(update={"tokenizer": TokenizerConfig(path=str(directory / "base"))})
+    return run.model_copy(update={"data": data, "model": model})
+
+
+def both_terms(model: Any, teacher: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy and divergence of trained tokens, by torch's own functions."""
+    labels = batch.pop("labels")
+    is_trained = labels != -100
+    logits = model(**batch, use_cache=False).logits[is_trained]
+    with torch.no_grad():
+        theirs = teacher(**batch, use_cache=False).logits[is_trained]
+    ours, wanted = (F.log_softmax(it / TEMPERATURE, -1) for it in (logits, theirs))
+    divergence = F.kl_div(ours, wanted, reduction="batchmean", log_target=True)
+    return F.cross_entropy(logits, labels[is_trained]), divergence
+
+
+def train_stock(run: RunConfig) -> Stock:
+    """Train the stock model on the tokens that a run in this process sees, step by step."""
+    batches: list[dict[str, Tensor]] = []
+    step_of_product = loop.train_step
+
+    def spy(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
+        batches.append({**batch})
+        return step_of_product(context, step, batch, sample_ids)
+
+    loop.train_step = spy
+    train_here(run)
+    paths = str(run.model.path), str(run.distillation.teacher)
+    model, teacher = (AutoModelForCausalLM.from_pretrained(it, dtype=torch.float64).eval() for it in paths)
+    trained, config = [*model.parameters()], run.optimizer
+    groups = [
+        {"params": [it for it in trained if (it.dim() >= 2) == is_matrix], "weight_decay": decay}
+        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    betas = config.beta1, config.beta2
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    losses, terms = [], []
+    for batch in batches:
+        cross_entropy, divergence = both_terms(model, teacher, batch)
+        loss = (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_gradient_norm)
+        optimizer.step()
+        losses.append(loss.item())
+        terms.append({"cross_entropy": cross_entropy.item(), "kl": divergence.item()})
+    return Stock(losses, terms, {name: it.detach() for name, it in model.named_parameters()}, {})
+
+
+def write_models(directory: Path) -> None:
+    write_base(directory)
+    write_teacher(directory)
+
+
+def stock_of(directory: Path, **changes: Any) -> Stock:
+    run = run_on(directory, (1, 1, 1, 1), name="one", **changes)
+    (stock,) = run_on_ranks(1, train_stock, run, joins=False)
+    compare(directory / "one", stock)
+    return stock
+
+
+def test_every_mesh_trains_as_two_stock_models_in_one_process(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    stock = stock_of(tmp_path)
+    assert stock.terms[0]["kl"] > 0.1
+    assert stock.losses[2] != close(stock.losses[0])
+    for mesh in MESHES:
+        train(run_on(tmp_path, mesh))
+        compare(tmp_path / "-".join(map(str, mesh)), stock)
+    train(run_on(tmp_path, (1, 1, 2, 2), sequence_parallel=True))
+    compare(tmp_path / "1-1-2-2", stock)
+
+
+def test_padded_rows_and_a_resumption_on_other_meshes(tmp_path: Path) -> None:
+    """Each start reads the teacher from its folder again."""
+    write_models(tmp_path)
+    write_text(tmp_path / "text.jsonl", documents=40)
+    stock = stock_of(tmp_path, form="padded")
+    for steps, mesh in ((1, (1, 1, 2, 1)), (2, (1, 1, 1, 2)), (3, (1, 2, 1, 1))):
+        train(run_on(tmp_path, mesh, name="resumed", steps=steps, form="padded"))
+    compare(tmp_path / "resumed", stock)
+
+
+def test_documents_are_separate_for_the_teacher_too(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    write_text(tmp_path / "text.jsonl", documents=60)
+    data = run_on(tmp_path, (1, 1, 1, 1)).data
+    apart = data.model_copy(update={"documents": "separate", "sequence_length": 32})
+    stock = stock_of(tmp_path, data=apart)
+    train(run_on(tmp_path, (1, 1, 2, 1), data=apart))
+    compare(tmp_path / "1-1-2-1", stock)
+    train(run_on(tmp_path, (1, 1, 1, 1), name="joined", data=apart.model_copy(update={"documents": "joined"})))
+    assert steps_of(tmp_path / "joined")[0]["kl"] != close(stock.terms[0]["kl"])
+
+
+def test_adapters_and_evaluations_beside_a_teacher(tmp_path: Path) -> None:
+    """Evaluations are those of the cross-entropy. Adapters learn as in one process."""
+    write_models(tmp_path)
+    write_text(tmp_path / "held-out.jsonl", documents=12, seed=2)
+    found = []
+    for mesh in ((1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)):
+        run = run_on(tmp_path, mesh, lora=LoraConfig(rank=2), evaluation=EvaluationConfig(every=3))
+        data = run.data.model_copy(update={"validation": [str(tmp_path / "held-out.jsonl")]})
+        train(run.model_copy(update={"data": data}))
+        *steps, evaluation = (it for it in read_metrics(Path(run.run_directory)) if "loss" in it or "eval_loss" in it)
+        assert "eval_kl" not in evaluation
+        found.append([[it["loss"], it["kl"]] for it in steps] + [[evaluation["eval_loss"]]])
+    assert found[1] == [[close(value) for value in values] for values in found[0]]
+    assert found[2] == [[close(value) for value in values] for values in found[0]]
+
+
+def test_teacher_of_other_weights_is_refused_at_a_resumption(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    train(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=1))
+    write_teacher(tmp_path, seed=2)
+    with pytest.raises(RankError) as caught:
+        train(run_on(tmp_path, (1, 1, 2, 1), name="run", steps=2))
+    found = str(caught.value.original)
+    assert "its teacher had other weights than those in" in found
+    assert found.endswith("put back the model that was there then")
+
+
+def divergences(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return divergence and gradient for sharded logits, and those of full ones by torch."""
+    draw = torch.Generator().manual_seed(seed)
+    logits, theirs = (torch.randn(6, 7, generator=draw, dtype=torch.float64) * 9 for _ in range(2))
+    theirs[2, 3] = logits[2, 3] = logits[4, 5] = theirs[4, 5] = -torch.inf
+    counted = torch.tensor([True, True, True, False, True, True])
+    full = logits.clone().requires_grad_()
+    ours, wanted = (F.log_softmax(it / TEMPERATURE, -1)[counted] for it in (full, theirs))
+    expected = torch.where(wanted.isinf(), 0.0, wanted.exp() * (wanted - ours)).sum()
+    expected.backward()
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    own = logits[:, mine].clone().requires_grad_()
+    found = summed_divergence(own, theirs[:, mine], counted, TEMPERATURE, dist.group.WORLD)
+    found.backward()
+    assert own.grad is not None
+    assert full.grad is not None
+    return [found.detach(), own.grad], [expected.detach(), full.grad[:, mine].nan_to_num()]
+
+
+def test_divergence_of_uneven_shards_is_that_of_full_logits() -> None:
+    for found, wanted in run_on_ranks(2, divergences, 0):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def layouts() -> tuple[Tensor, Tensor, Tensor]:
+    """Return full logits, and both changes of layout of them on this rank."""
+    group = dist.group.WORLD
+    full = torch.arange(14.0).view(1, 2, 7)
+    part = laid_out(full, 7, None, group)
+    return full, part, laid_out(part, 7, group, None)
+
+
+def test_logits_of_a_teacher_are_laid_out_as_those_of_the_model() -> None:
+    for rank, (full, part, again) in enumerate(run_on_ranks(2, layouts)):
+        assert torch.equal(part, full[..., 4 * rank : 4 * rank + 4])
+        assert torch.equal(again, full)
+
+
+RUN = """
+run_directory = "out"
+steps = 1
+global_batch_size = 4
+model = { path = "base", weights = "pretrained" }
+distillation.teacher = "teacher"
+
+[data]
+train = ["text.jsonl"]
+tokenizer = { path = "base" }
+sequence_length = 16
+"""
+REFUSED: list[tuple[list[str], int, str]] = [
+    (["plan.mesh.pp = 2"], 2, "distillation.teacher: a teacher works over dp_shard, dp_replicate and tp, and mesh.pp"),
+    (["plan.mesh.cp = 2"], 2, "distillation.teacher: a teacher works over dp_shard, dp_replicate and tp, and mesh.cp"),
+    (["plan.mesh.tp = 4"], 4, "distillation.teacher: mesh.tp = 4 does not divide the model's 2 attention heads"),
+    (["plan.loss.chunk_tokens = 64"], 1, "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and this loss"),
+    (["objective.z_loss = 0.1"], 1, "`objective` changes the loss, and `distillation.teacher` has a loss of its own"),
+    (['data.weight_key = "w"'], 1, "`weight_key` weights the tokens of the cross-entropy, and `distillation.teacher`"),
+    (["logging.noise_scale_every = 5"], 1, "`logging.noise_scale_every` measures gradients of the cross-entropy, and"),
+    (
+        ["data.sequence_length = 33", "model.config.max_position_embeddings = 64"],
+        1,
+        "distillation.teacher: data.sequence_length",
+    ),
+]
+FOLDERS = [
+    ("none", "none': there is no such directory; set it to the local directory of a Hugging Face model"),
+    ("fewer", "distillation.teacher: its vocabulary has 280 tokens, and that of the model 300, so their logits cannot"),
+    (".", ": the directory holds no config.json; set it to the local directory of a Hugging Face model"),
+]
+
+
+def refusal(directory: Path, changes: list[str], processes: int, teacher: str = "teacher") -> str:
+    """Return the only line with which a run is refused before it starts."""
+    (directory / "run.toml").write_text(RUN.replace('"teacher"', f'"{teacher}"'))
+    with pytest.raises(UserError) as caught:
+        resolve_run(load_run(directory / "run.toml", changes), processes)
+    (line,) = caught.value.lines
+    return line
+
+
+@pytest.mark.parametrize(("changes", "processes", "message"), REFUSED, ids=[changes[0] for changes, _, _ in REFUSED])
+def test_what_a_teacher_excludes_is_refused(tmp_path: Path, changes: list[str], processes: int, message: str) -> None:
+    write_base(tmp_path)
+    write_teacher(tmp_path, n_head=2)
+    found = refusal(tmp_path, changes, processes)
+    assert message in found, found
+
+
+@pytest.mark.parametrize(("folder", "message"), FOLDERS, ids=[folder for folder, _ in FOLDERS])
+def test_folders_without_a_teacher_are_refused(tmp_path: Path, folder: str, message: str) -> None:
+    write_base(tmp_path)
+    write_teacher(tmp_path, vocab_size=280)
+    (tmp_path / "teacher").rename(tmp_path / "fewer")
+    found = refusal(tmp_path, [], 1, folder)
+    assert message in found, found
+
+
+def test_settings_without_a_teacher_and_what_cannot_see_one_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace('teacher = "teacher"', "weight = 0.3"))
+    with pytest.raises(ConfigError, match=r"`weight` is not read without `teacher`; set `teacher`, or leave it out"):
+        load_run(tmp_path / "run.toml")
+    run = run_on(tmp_path, (1, 1, 1, 1))
+    with pytest.raises(ConfigError, match=r"train: loss replaces the loss of the run, but its table \[distillation\]"):
+        meshtrain.train(run, loss=lambda logits, labels: logits.sum())
+    with pytest.raises(ConfigError, match=r"the search does not know the memory and the time of a teacher"):
+        search(run, [], 1, "h100-80gb", 1, tmp_path / "plan.toml")
