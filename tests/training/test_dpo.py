@@ -1,5 +1,7 @@
 """DPO: pairs on every mesh as in one process by hand; the reference is kept; resumption."""
 
+import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,9 +150,27 @@ def test_reference_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         train(run_on(tmp_path, (1, 1, 1, 1), 1, name="run", steps=2))
     found = str(caught.value.original)
-    assert "the weights in" in found
-    assert "are others than those at the start (their checksum was" in found
-    assert found.endswith("put back the model that was there then")
+    assert "the weights or the configuration in" in found
+    assert found.endswith("are others than those at the start; put back the model that was there then")
+
+
+def test_reference_is_that_of_the_configuration_and_of_an_intact_file(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    write_records(tmp_path / "records.jsonl", "dpo")
+    references = tmp_path / "cache/references"
+    train(run_on(tmp_path, (1, 1, 1, 1), 1, name="run", steps=1))
+    (kept,) = references.glob("*/log_probabilities.npz")
+    kept.write_bytes(kept.read_bytes()[:100])
+    train(run_on(tmp_path, (1, 1, 1, 1), 1, name="again", steps=1))
+    assert kept.stat().st_size > 100
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
+    train(run_on(tmp_path, (1, 1, 1, 1), 1, name="other", steps=1))
+    assert len(list(references.glob("*/log_probabilities.npz"))) == 2
+    for name in ("run", "again", "other"):
+        # At the start the model is its own reference.
+        first = next(row for row in read_metrics(tmp_path / name) if "loss" in row)
+        assert first["loss"] == pytest.approx(math.log(2))
 
 
 RUN = """
