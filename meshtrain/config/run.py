@@ -317,13 +317,6 @@ class RunConfig(Settings):
                         f"`{key}` = {value} counts steps of one size, and `batch_ramp` has several",
                         f"leave out one of them{' and set `steps`' if key == 'epochs' else ''}",
                     )
-        ramp = self.batch_ramp.steps
-        if ramp is not None and self.steps is not None and ramp >= self.steps:
-            raise ConfigError(
-                f"`batch_ramp.steps` = {ramp}, and the run ends after step {self.steps}, before a batch has "
-                "`global_batch_size`",
-                "shorten the ramp",
-            )
         return self
 
     @model_validator(mode="after")
