@@ -359,8 +359,9 @@ def test_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, sav
 def break_the_evaluation(directory: Path, arguments: list[str]) -> tuple[int, str, str]:
     """Let the evaluation find a value that is not finite."""
     from meshtrain.training import loop
+    from meshtrain.training.step import Evaluated
 
-    loop.evaluate = lambda context, batches: (float("inf"), 1)
+    loop.evaluate = lambda context, batches: Evaluated(float("inf"), 1, {})
     return run_command(directory, arguments)
 
 

@@ -49,6 +49,7 @@ from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.mesh import CP, EP, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
     adapter_parameters,
@@ -267,7 +268,8 @@ def _parallelize_stage(
     exact = apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
-    if tp == 1:
+    # torch finds the gradients of the parts of a joined weight only in a whole backward pass.
+    if tp == 1 and not (stage.num_stages > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward):
         compute_at_once(stage.model)
     apply_recompute(stage, plan.recompute, tp_streams)
     router_loss.watch(stage)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
+from meshtrain.config.plan import PipelinePlan
 from meshtrain.errors import ConfigError
 from meshtrain.parallel.account import account
 from meshtrain.training.resolve import resolve_run
@@ -43,6 +44,18 @@ def test_magnitudes_of_parts_and_of_parts_of_the_sequence(tmp_path: Path) -> Non
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-11)
     check_exports(tmp_path, GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=torch.float64).eval())
+
+
+def test_magnitudes_train_where_the_backward_pass_is_split(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    losses = []
+    for number, mesh in enumerate([(1, 1, 1, 1), (2, 1, 1, 1)]):
+        run = lora_run(tmp_path, mesh, name=f"run{number}", lora=LORA, steps=3, optimizer=FAST)
+        if number:
+            pipeline = PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)
+            run = run.model_copy(update={"plan": run.plan.model_copy(update={"pipeline": pipeline})})
+        losses.append(train(run))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-11)
 
 
 def test_compiled_and_recomputed_layers_compute_the_same(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def train_cases(cases: list[Case]) -> list[Traced]:
             assert result.num_tokens == int((batch["labels"] != -100).sum())
             traced.append((result.loss, result.gradient_norm))
         # Labels of an evaluation have no weights.
-        last, _ = evaluate(context, [local_rows(pipeline, batches()[0])])
+        last = evaluate(context, [local_rows(pipeline, batches()[0])]).loss
         found.append([*traced, (last, last)])
     return found
 

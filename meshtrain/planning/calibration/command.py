@@ -91,7 +91,8 @@ def calibrate(file: Path, config: RunConfig | None) -> None:
 
 
 def _workload(config: RunConfig | None) -> Workload:
-    runs = [_of_run(config, size) for size in (1, config.micro_batch_size)] if config is not None else _other_runs()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runs = _other_runs(device) if config is None else [_of_run(config, size) for size in (1, config.micro_batch_size)]
     tiny = _simulated({"type": "llama", "config": _TINY}, 1, 16, {"dp_replicate": world_size_from_environment()})
     profile = simulate_rank(tiny, 0)
     return Workload(record_calls([tiny, *runs]), tiny, profile.work())
@@ -108,8 +109,7 @@ def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
     return simulated_run(resolve_run(config.model_copy(update=update)), on_gpus=torch.cuda.is_available())
 
 
-def _other_runs() -> list[SimulatedRun]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def _other_runs(device: str) -> list[SimulatedRun]:
     return [
         _simulated({"type": name, "config": config}, rows, length, {"dp_shard": 1}, compute)
         for name, config in _models(_HIDDEN[device], _BATCHES[device][-1][1]).items()
