@@ -226,11 +226,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
         "learning_rate": result.learning_rate,
         **({"batch_size": len(batch.sample_ids)} if run.config.batch_ramp.first is not None else {}),
         # Padded batches differ in width, so the number of tokens does not follow from the step.
-        **(
-            {"tokens": batch.num_samples * run.config.preference.rows * width}
-            if run.config.data.pad_to_multiple_of is None
-            else {}
-        ),
+        **({"tokens": batch.num_samples * tokens_of_sample} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
         "tokens_per_second": num_tokens / seconds,
         "teraflops_per_second": run.flops_per_token(width) * num_tokens / seconds / dist.get_world_size() / 1e12,

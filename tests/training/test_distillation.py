@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import meshtrain
 from meshtrain.config.data import TokenizerConfig
-from meshtrain.config.distillation import DistillationConfig
+from meshtrain.config.distillation import NO_DISTILLATION, DistillationConfig
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
@@ -178,6 +178,19 @@ def test_teacher_of_other_weights_is_refused_at_a_resumption(tmp_path: Path) -> 
     found = str(caught.value.original)
     assert "its teacher had other weights than those in" in found
     assert found.endswith("put back the model that was there then")
+
+
+def test_run_that_began_without_a_teacher_gets_none(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    run = run_on(tmp_path, (1, 1, 1, 1), name="run", steps=1)
+    train(run.model_copy(update={"distillation": NO_DISTILLATION}))
+    # Changed by hand, as the error of the first attempt advises.
+    (tmp_path / "run/run.toml").unlink()
+    with pytest.raises(RankError) as caught:
+        train(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=2))
+    found = str(caught.value.original)
+    assert "it was saved by a run without a teacher, and distillation.teacher = " in found
+    assert found.endswith("or begin a new run from its weights in a directory of its own")
 
 
 def divergences(seed: int) -> tuple[list[Tensor], list[Tensor]]:

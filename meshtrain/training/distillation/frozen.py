@@ -44,7 +44,7 @@ def load_teacher(pipeline: Pipeline, folder: str, found: tuple[Location, Manifes
 
     Raises:
         ModelError: if the folder has no such weights.
-        CheckpointError: if the run began with other weights.
+        CheckpointError: if the run began with other weights, or without a teacher.
     """
     load_pretrained(pipeline, local_directory(Path(folder), asked=ASKED))
     number_format = pipeline.plan.precision.parameters
@@ -57,7 +57,12 @@ def load_teacher(pipeline: Pipeline, folder: str, found: tuple[Location, Manifes
 def _check(found: tuple[Location, Manifest], loaded: SavedTeacher) -> None:
     checkpoint, manifest = found
     saved = manifest.teacher
-    assert saved is not None, "run.toml has the teacher with which the checkpoint was saved"
+    if saved is None:
+        raise CheckpointError(
+            f"{shown_location(checkpoint)}: it was saved by a run without a teacher, and distillation.teacher = "
+            f"{loaded.path!r} changes the loss",
+            "leave distillation.teacher out, or begin a new run from its weights in a directory of its own",
+        )
     if saved.dtype != loaded.dtype:
         console.line(
             f"The weights of the teacher are not compared with those at the start, which were in {saved.dtype}, "
