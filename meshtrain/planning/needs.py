@@ -99,6 +99,7 @@ def simulated_run(resolved: ResolvedRun, *, on_gpus: bool, granularity: int = 1)
         lora=config.lora,
         objective=config.objective,
         preference=config.preference,
+        has_weights=config.data.has_weights,
         teacher=resolved.teacher,
         ema=config.ema,
         granularity=granularity,

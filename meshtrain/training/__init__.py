@@ -16,6 +16,9 @@ Train
     step: one optimizer step.
     loss: next-token cross-entropy, also over a sharded vocabulary.
     own_loss: a loss of the program's own.
+    run_loss: the loss of a run, chosen by its tables.
+    weighted_loss: cross-entropy with weights of tokens.
+    preference: losses of judged answers.
     objective: cross-entropy with label smoothing and z-loss.
     distillation: a frozen teacher, and the loss of a model that learns from it.
     loss_scale: dynamic loss scaling for float16.

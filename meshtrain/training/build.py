@@ -17,7 +17,6 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
-from meshtrain.training.distillation.loss import build_distillation_loss
 from meshtrain.training.evaluators import Evaluator
 from meshtrain.training.frozen_base import FrozenBase
 from meshtrain.training.gradients import NO_LAYERS, layers_of
@@ -31,12 +30,11 @@ from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.noise_scale import NoiseScale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.own_loss import build_own_loss
-from meshtrain.training.preference.build import build_run_loss
+from meshtrain.training.run_loss import build_run_loss
 from meshtrain.training.self_check import FirstStepCheck
 from meshtrain.training.step import StepContext, no_inspection
 from meshtrain.training.trackers.hook import TrackerHook
 from meshtrain.training.weight_average import WeightAverage, build_average
-from meshtrain.training.weighted_loss import build_weighted_loss
 
 
 @dataclass(frozen=True)
@@ -157,15 +155,19 @@ def build_run(
 
 
 def _build_loss(pipeline: Pipeline, identity: Identity, process: Process, own: LossFunction | None) -> TokenLoss:
-    config, teacher = identity.config, identity.resolved.teacher
-    if teacher is not None:
-        other = teacher.build_pipeline(pipeline.mesh, pipeline.micro_batch_size, process.device)
-        return build_distillation_loss(pipeline, other, config.distillation)
     if own is not None:
         return build_own_loss(pipeline, own)
-    if config.data.has_weights:
-        return build_weighted_loss(pipeline)
-    return build_run_loss(pipeline, config.objective, config.preference)
+    config, teacher = identity.config, None
+    if identity.resolved.teacher is not None:
+        teacher = identity.resolved.teacher.build_pipeline(pipeline.mesh, pipeline.micro_batch_size, process.device)
+    return build_run_loss(
+        pipeline,
+        config.objective,
+        config.preference,
+        has_weights=config.data.has_weights,
+        distillation=config.distillation,
+        teacher=teacher,
+    )
 
 
 def _build_step_context(identity: Identity, num_steps: int, process: Process, loss: LossFunction | None) -> StepContext:

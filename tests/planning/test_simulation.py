@@ -173,6 +173,12 @@ def test_simulated_losses_of_answers_need_what_real_ones_need(loss: PreferenceLo
     assert abs(compare_run(answers)) <= NEAR
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_simulated_weights_of_tokens_need_what_real_ones_need(plan: str) -> None:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    assert abs(compare_run(replace(run, has_weights=True))) <= NEAR
+
+
 def taught(run: SimulatedRun, plan: str) -> SimulatedRun:
     """Return the same run with a teacher of another class, which has more layers."""
     values = {"vocab_size": SMALL["vocab_size"], "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}

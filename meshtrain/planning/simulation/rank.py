@@ -24,6 +24,7 @@ from meshtrain.compat.fake import (
 )
 from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
+from meshtrain.config.distillation import NO_DISTILLATION
 from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, STAGE, fsdp_axis_of
 from meshtrain.errors import ModelError
 from meshtrain.parallel import build_pipeline
@@ -40,11 +41,10 @@ from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
-from meshtrain.training.distillation.loss import build_distillation_loss
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.preference.build import build_run_loss
 from meshtrain.training.preference.rows import reference_like
+from meshtrain.training.run_loss import build_run_loss
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
 
@@ -272,9 +272,14 @@ def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: Pipeline | No
         pipeline: of the model that trains.
         teacher: of the teacher, if the run has one.
     """
-    if run.teacher is None or teacher is None:
-        return build_run_loss(pipeline, run.objective, run.preference)
-    return build_distillation_loss(pipeline, teacher, run.teacher.config)
+    return build_run_loss(
+        pipeline,
+        run.objective,
+        run.preference,
+        has_weights=run.has_weights,
+        distillation=NO_DISTILLATION if run.teacher is None else run.teacher.config,
+        teacher=teacher,
+    )
 
 
 def _batch(run: SimulatedRun) -> dict[str, Tensor]:

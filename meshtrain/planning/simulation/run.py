@@ -31,6 +31,7 @@ class SimulatedRun:
         lora: of the run.
         objective: of the run.
         preference: of the run.
+        has_weights: whether its labels have weights.
         teacher: of the run.
         ema: of the run.
         granularity: of the allocator in bytes.
@@ -49,6 +50,7 @@ class SimulatedRun:
     lora: LoraConfig = NO_LORA
     objective: ObjectiveConfig = STOCK_OBJECTIVE
     preference: PreferenceConfig = NO_PREFERENCE
+    has_weights: bool = False
     teacher: Teacher | None = None
     ema: EmaConfig = NO_EMA
     granularity: int = 1
