@@ -25,8 +25,9 @@ Train
     gradients: complete the gradients, and compute their norm.
     optim: the optimizer and its learning rate.
     parameter_groups: the groups of an optimizer's parameters.
+    per_parameter: optimizers whose steps update each parameter by itself.
     rounded_adamw: AdamW with moments in bfloat16.
-    lion: the optimizer Lion.
+    lion, muon, adafactor, schedule_free: these optimizers.
     weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.
     checksums: checksums of parameters.

@@ -1,16 +1,17 @@
 """Lion: an optimizer that keeps one moment, and takes steps of one size."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from meshtrain.training.per_parameter import PerParameter
 
 MOMENT = "exp_avg"
 
 
-class Lion(Optimizer):
+class Lion(PerParameter):
     """Moves each number by the learning rate, against the sign of its moment.
 
     Each number is updated alone, so shards compute what one process does. Weight decay is decoupled
@@ -27,15 +28,8 @@ class Lion(Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter and its state; the arguments are those of `PerParameter`."""
         state, (now, kept), rate = self.state[parameter], group["betas"], group["lr"]
         if not state:
             state[MOMENT] = torch.zeros_like(parameter)

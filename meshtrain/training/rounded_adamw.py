@@ -9,6 +9,7 @@ from torch.optim import AdamW
 
 from meshtrain.models.positions import mix
 from meshtrain.training.fused_adamw import fused_adamw
+from meshtrain.training.per_parameter import PerParameter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Number of elements that are rounded at once. Each needs random numbers of 8 bytes.
@@ -17,7 +18,7 @@ CHUNK = 2**22
 LOST_BITS = 16
 
 
-class RoundedAdamW(AdamW):
+class RoundedAdamW(PerParameter, AdamW):
     """AdamW whose moments are in bfloat16 between steps.
 
     A step computes in float32, as AdamW does, one parameter after the other. Then it rounds each
@@ -43,15 +44,8 @@ class RoundedAdamW(AdamW):
         super().__init__(groups, **options, fused=True)
         self._keys, self._places = keys, places
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter and its state; the arguments are those of `PerParameter`."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

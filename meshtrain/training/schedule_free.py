@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshtrain.training.per_parameter import PerParameter
+
 STEPPED, SQUARES, WEIGHT_SUM = "z", "exp_avg_sq", "weight_sum"
 TRAINED = "trained"
 """State that has the weights of training, while the average is in their place."""
 
 
-class ScheduleFreeAdamW(Optimizer):
+class ScheduleFreeAdamW(PerParameter):
     """Needs no schedule: a learning rate that stays the same after its warm-up.
 
     AdamW without a mean of the gradients moves the weights z. Their average is x. It weighs a step
@@ -35,15 +37,8 @@ class ScheduleFreeAdamW(Optimizer):
         # Steps are counted on the device, so that nothing waits for it.
         super().__init__(groups, options | {"fused": True})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter and its state; the arguments are those of `PerParameter`."""
         state, rate, (first, second) = self.state[parameter], group["lr"], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
