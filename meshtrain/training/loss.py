@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -117,22 +118,49 @@ class MeanLoss:
 
     Attributes:
         total: the sum over the trained tokens of a microbatch.
-        num_tokens: () the number of trained tokens in the global batch, or the sum of their
-            weights; 1 if there is none.
+        divisor: () number of what the loss is a mean over in the global batch: trained tokens, the
+            sum of their weights, or samples; 1 if there is none.
         scale: the loss scale of float16, which the result is multiplied by.
     """
 
     total: LossFunction
-    num_tokens: Tensor
+    divisor: Tensor
     scale: float
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the () share of a microbatch; the arguments are those of `TokenLoss`."""
-        return self.total(logits, labels) * self.scale / self.num_tokens
+        return self.total(logits, labels) * self.scale / self.divisor
 
     def terms(self) -> tuple[Tensor, ...]:
         """Return this process's () share in each term of the step, without the loss scale."""
         return ()
+
+
+class SumsTerms(Protocol):
+    """The loss of a microbatch, which adds up its terms."""
+
+    @property
+    def sums(self) -> Tensor:
+        """Return the float64 sums over the microbatches so far, of at least the terms."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the () sum; the arguments are those of `TokenLoss`."""
+
+
+@dataclass(frozen=True)
+class MeanWithTerms(MeanLoss):
+    """A mean loss whose terms are metrics.
+
+    Attributes:
+        counts: (terms,) numbers that the terms are means over.
+    """
+
+    total: SumsTerms
+    counts: Tensor
+
+    def terms(self) -> tuple[Tensor, ...]:
+        """Return this process's () share in each term of the step, without the loss scale."""
+        return (self.total.sums[: len(self.counts)] / self.counts).unbind()
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
-from meshtrain.training.loss import MeanLoss, TokenLoss, build_loss, vocabulary_of, widened
+from meshtrain.training.loss import MeanLoss, MeanWithTerms, TokenLoss, build_loss, vocabulary_of, widened
 
 CROSS_ENTROPY, Z_LOSS = "cross_entropy", "z_loss"
 
@@ -45,7 +45,8 @@ class RegularizedLoss(TokenLoss):
         """Return the loss function of one step; the arguments are those of `TokenLoss`."""
         sums = torch.zeros(2, dtype=torch.float64, device=num_tokens.device)
         step = _SumWithTerms(self, sums)
-        return _MeanWithTerms(step, num_tokens.clamp(min=1), scale, len(self.term_names))
+        number = num_tokens.clamp(min=1)
+        return MeanWithTerms(step, number, scale, number.expand(len(self.term_names)))
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,6 @@ class _SumWithTerms:
         self.sums.add_(terms)
         found: Tensor = total
         return found
-
-
-@dataclass(frozen=True)
-class _MeanWithTerms(MeanLoss):
-    """A mean loss whose terms are metrics.
-
-    Attributes:
-        num_terms: how many of the terms are metrics.
-    """
-
-    total: _SumWithTerms
-    num_terms: int
-
-    def terms(self) -> tuple[Tensor, ...]:
-        """Return this process's () share in each term of the step, without the loss scale."""
-        return (self.total.sums / self.num_tokens).unbind()[: self.num_terms]
 
 
 class _RegularizedCrossEntropy(torch.autograd.Function):

@@ -37,7 +37,7 @@ class ShardedSums:
 
     def __init__(self, parameters: Mapping[Tensor, Tensor], mesh: DeviceMesh | None) -> None:
         self._mesh = mesh
-        self._wide = [] if mesh is None else [axis for axis in STAGE_AXES if axis_size(mesh, axis) > 1]
+        self._split_axes = [] if mesh is None else [axis for axis in STAGE_AXES if axis_size(mesh, axis) > 1]
         self._shapes = {local: full.shape for local, full in parameters.items()}
         self._axes = {local: _axes_by_dim(full) for local, full in parameters.items()}
 
@@ -52,7 +52,7 @@ class ShardedSums:
             partial: the same sums, in the same order, on all processes of a stage.
         """
         values = [it.value for it in partial]
-        for axis in self._wide:
+        for axis in self._split_axes:
             split = [place for place, it in enumerate(partial) if axis in self._axes_of(it)]
             if split:
                 assert self._mesh is not None

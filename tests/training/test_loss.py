@@ -108,7 +108,7 @@ def test_loss_of_full_logits_equals_the_cross_entropy_of_torch(problem: Problem)
 def test_losses_of_microbatches_add_up_to_the_mean_over_all_tokens() -> None:
     logits, labels = Problem(11).make()
     loss = TokenLoss(11, None).mean_over(count_trained_tokens(labels))
-    assert loss.num_tokens.item() == 9
+    assert loss.divisor.item() == 9
     # The last microbatch has no trained token.
     total = sum(loss(part, targets) for part, targets in zip(logits.split(1), labels.split(1), strict=True))
     mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

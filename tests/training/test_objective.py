@@ -182,7 +182,7 @@ def kinds_of_losses() -> list[str]:
 
 def test_without_an_objective_the_loss_is_the_cross_entropy_alone() -> None:
     (found,) = run_on_ranks(1, kinds_of_losses)
-    assert found == ["TokenLoss", "MeanLoss", "RegularizedLoss", "_MeanWithTerms"]
+    assert found == ["TokenLoss", "MeanLoss", "RegularizedLoss", "MeanWithTerms"]
 
 
 def test_run_has_metrics_of_the_terms_and_evaluates_the_cross_entropy(tmp_path: Path) -> None:

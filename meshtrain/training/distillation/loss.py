@@ -12,7 +12,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import gather_vocabulary, shard_width
 from meshtrain.training.distillation.divergence import summed_divergence
 from meshtrain.training.distillation.teacher import teacher_logits
-from meshtrain.training.loss import Batch, MeanLoss, TokenLoss, vocabulary_of, widened
+from meshtrain.training.loss import Batch, MeanLoss, MeanWithTerms, TokenLoss, vocabulary_of, widened
 
 CROSS_ENTROPY, DIVERGENCE = "cross_entropy", "kl"
 
@@ -45,7 +45,8 @@ class DistillationLoss(TokenLoss):
         The arguments are those of `TokenLoss`.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=counted.device)
-        return batch, _MeanWithTerms(_Microbatches(self, batch, sums), counted.clamp(min=1), scale)
+        number = counted.clamp(min=1)
+        return batch, MeanWithTerms(_Microbatches(self, batch, sums), number, scale, number.expand(2))
 
     def divergence(self, logits: Tensor, labels: Tensor, theirs: Tensor) -> Tensor:
         """Return the () sum of the divergences of the trained tokens, in nats.
@@ -109,13 +110,3 @@ class _Microbatches:
         self.sums += torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
         # Gradients of the divergence shrink with the square of the temperature.
         return (1.0 - weight) * cross_entropy + weight * temperature**2 * divergence
-
-
-@dataclass(frozen=True)
-class _MeanWithTerms(MeanLoss):
-    """A mean loss whose terms are metrics."""
-
-    def terms(self) -> tuple[Tensor, ...]:
-        """Return this process's () share in each term of the step."""
-        assert isinstance(self.total, _Microbatches), "the microbatches of a step are its loss function"
-        return (self.total.sums / self.num_tokens).unbind()

@@ -13,7 +13,7 @@ from meshtrain.config.preference import PreferenceConfig
 from meshtrain.data.samples.referenced import REFERENCE
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import all_reduce_over
-from meshtrain.training.loss import Batch, MeanLoss, TokenLoss
+from meshtrain.training.loss import Batch, MeanLoss, MeanWithTerms, TokenLoss
 from meshtrain.training.preference.formulas import PAIR_TERMS, dpo
 from meshtrain.training.preference.rows import RowLogProbs, evaluated_rows, model_inputs
 
@@ -40,14 +40,14 @@ class PreferenceLoss(TokenLoss):
         """Return the metrics for the terms of an evaluation, which are those of a step."""
         return self.term_names
 
-    def begin_step(self, pipeline: Pipeline, batch: Batch, num_tokens: Tensor, scale: float) -> tuple[Batch, MeanLoss]:
+    def begin_step(self, pipeline: Pipeline, batch: Batch, counted: Tensor, scale: float) -> tuple[Batch, MeanLoss]:
         """Return the rows of a batch, and the loss function of the step. Collective.
 
         The arguments are those of `TokenLoss`.
         """
         counts = all_reduce_over(self.counts(batch), pipeline.mesh, DATA_AXES)
         answers = self.answers(pipeline, batch)
-        return model_inputs(batch), MeanOverSamples(answers, counts[0].clamp(min=1), scale, counts[1:])
+        return model_inputs(batch), MeanWithTerms(answers, counts[0].clamp(min=1), scale, counts[1:])
 
     def evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
         """Return sums over a batch, as `TokenLoss`. Collective."""
@@ -136,22 +136,6 @@ class Answers:
         )
         total = losses.masked_fill(~is_counted, 0.0).sum()
         return total - total.detach() * (1.0 - 1.0 / loss.context_size)
-
-
-@dataclass(frozen=True)
-class MeanOverSamples(MeanLoss):
-    """A mean over samples; `num_tokens` is their number.
-
-    Attributes:
-        counts: (terms,) how many samples each term is a mean over.
-    """
-
-    counts: Tensor
-
-    def terms(self) -> tuple[Tensor, ...]:
-        """Return this process's () share in each term of the step."""
-        assert isinstance(self.total, Answers), "the samples of a step are its loss function"
-        return (self.total.sums / self.counts).unbind()
 
 
 @dataclass(frozen=True)
