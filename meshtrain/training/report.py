@@ -231,18 +231,18 @@ def border_tables(resolved: ResolvedRun) -> list[Table]:
 def batch_equation(resolved: ResolvedRun) -> str:
     """Return how a global batch is made up, in a line."""
     plan, batch = resolved.plan, resolved.batch
-    kind = "sequences" if batch.rows == 1 else f"pairs of {batch.rows} rows"
+    kind = batch.counted_in if batch.rows == 1 else f"{batch.counted_in} of {batch.rows} rows"
     return (
         f"global batch {batch.global_batch_size // batch.rows} {kind} = {batch.micro_batch_size // batch.rows} per "
         f"microbatch "
         f"x {num_microbatches(plan, batch)} microbatches x {plan.mesh.data_degree} data-parallel; "
         f"x {batch.sequence_length:,} tokens = {batch.global_batch_size * batch.sequence_length:,} tokens per step"
-        f"{_of_ramp(resolved.config.batch_ramp)}"
+        f"{_of_ramp(resolved.config.batch_ramp, batch.counted_in)}"
     )
 
 
-def _of_ramp(ramp: BatchRampConfig) -> str:
-    return "" if ramp.first is None else f", after {ramp.steps:,} steps with fewer, from {ramp.first:,} sequences"
+def _of_ramp(ramp: BatchRampConfig, counted_in: str) -> str:
+    return "" if ramp.first is None else f", after {ramp.steps:,} steps with fewer, from {ramp.first:,} {counted_in}"
 
 
 def _range(ranks: tuple[int, ...]) -> str:

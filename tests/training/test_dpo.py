@@ -196,7 +196,7 @@ REFUSED = [
     (['data.weight_key = "quality"'], "`weight_key` is for texts, chats and completions, and not for answers"),
     (
         ["batch_ramp = { first = 3, increment = 1, steps = 2 }", "micro_batch_size = 2", "global_batch_size = 4"],
-        "batch_ramp has a batch of 3 sequences, which is not a multiple of dp 1 x micro_batch_size 2 = 2",
+        "batch_ramp has a batch of 3 pairs, which is not a multiple of dp 1 x micro_batch_size 2 = 2",
     ),
     (["preference.desirable_weight = 2.0"], '`desirable_weight` is for `loss` = "kto", found "dpo"'),
     (["plan.loss.chunk_tokens = 64"], "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and this loss is"),

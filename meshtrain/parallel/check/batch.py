@@ -35,6 +35,11 @@ class BatchShape:
     rows: int = 1
     takes_chunks: bool = True
 
+    @property
+    def counted_in(self) -> str:
+        """Return what a user counts in a batch."""
+        return "sequences" if self.rows == 1 else "pairs"
+
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
     """Return the number of microbatches that each process runs per step; the mesh is resolved."""
@@ -53,7 +58,7 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
         )
     if wrong := [size for size in batch.smaller if size % unit]:
         yield Problem(
-            f"batch_ramp has a batch of {wrong[0]} sequences, which is not a multiple of dp {data_degree} x "
+            f"batch_ramp has a batch of {wrong[0]} {batch.counted_in}, which is not a multiple of dp {data_degree} x "
             f"micro_batch_size {micro_batch_size} = {unit}",
             "set first and increment of batch_ramp to multiples of it",
         )

@@ -111,7 +111,7 @@ def _check_all_batches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     for size in () if problems else batch.smaller:
         for problem in check_microbatches(plan, replace(batch, global_batch_size=batch.rows * size)):
             yield Problem(
-                f"batch_ramp has a batch of {size} sequences: {problem.found}",
+                f"batch_ramp has a batch of {size} {batch.counted_in}: {problem.found}",
                 "set first and increment of batch_ramp to larger numbers",
             )
             return
