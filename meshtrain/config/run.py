@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.batch_ramp import NO_RAMP, BatchRampConfig
+from meshtrain.config.combinations import check_combinations
 from meshtrain.config.data import DataConfig
 from meshtrain.config.distillation import NO_DISTILLATION, DistillationConfig
 from meshtrain.config.ema import NO_EMA, EmaConfig
 from meshtrain.config.evaluation import GenerateConfig, TasksConfig
 from meshtrain.config.lora import NO_LORA, LoraConfig
-from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
+from meshtrain.config.objective import ObjectiveConfig
 from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
@@ -307,143 +308,8 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _ramp_to_the_batch(self) -> Self:
-        if problem := self.batch_ramp.problem_with(self.global_batch_size):
-            raise problem
-        if self.batch_ramp.first is not None:
-            for key, value in (("epochs", self.epochs), ("data.group_by_length", self.data.group_by_length)):
-                if value is not None:
-                    raise ConfigError(
-                        f"`{key}` = {value} counts steps of one size, and `batch_ramp` has several",
-                        f"leave out one of them{' and set `steps`' if key == 'epochs' else ''}",
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _state_of_float32(self) -> Self:
-        parameters = self.plan.precision.parameters
-        if self.optimizer.state == "bfloat16" and parameters != "float32":
-            raise ConfigError(
-                f"`optimizer.state` = 'bfloat16' is for parameters in float32, found {parameters!r}",
-                "leave it out, or set plan.precision.parameters = 'float32'",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_average(self) -> Self:
-        if not self.optimizer.averages_weights:
-            return self
-        name, schedule = self.optimizer.name, self.learning_rate.name
-        if schedule not in ("constant", "constant_with_warmup"):
-            raise ConfigError(
-                f"`learning_rate.name` = {schedule!r}, and the optimizer {name!r} replaces a schedule by its average",
-                'set `learning_rate.name` = "constant_with_warmup" and `learning_rate.warmup_steps`',
-            )
-        if self.ema.decay is not None:
-            raise ConfigError(
-                f"`ema.decay` averages the weights, as the optimizer {name!r} does itself", "leave out one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_of_the_cross_entropy(self) -> Self:
-        if self.data.has_weights and self.objective != STOCK_OBJECTIVE:
-            raise ConfigError(
-                "`objective` changes the loss, and weights (`weight_key` in `data`) are those of the cross-entropy",
-                "leave out one of them",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_of_weights(self) -> Self:
-        if self.lora.rank is None:
-            return self
-        if self.model.weights != "pretrained":
-            raise ConfigError(
-                f"`lora.rank` = {self.lora.rank} trains adapters beside frozen weights, and `model.weights` is "
-                f"{self.model.weights!r}",
-                'set `model.weights` = "pretrained"',
-            )
-        if self.model.enlarge_vocabulary:
-            raise ConfigError(
-                "`model.enlarge_vocabulary` = true adds rows that should train, and `lora.rank` freezes them",
-                "leave out one of them",
-            )
-        if self.optimizer.takes_whole_matrices or any(group.frozen for group in self.optimizer.groups):
-            what = "frozen groups" if any(group.frozen for group in self.optimizer.groups) else "the optimizer 'muon'"
-            raise ConfigError(f"`optimizer` has {what}, and `lora.rank` trains adapters alone", "leave out one of them")
-        if self.ema.decay is not None:
-            raise ConfigError(
-                "`ema.decay` averages the weights, and `lora.rank` trains adapters, whose average is not exported",
-                "leave out one of them",
-            )
-        if self.router.bias_update_rate:
-            raise ConfigError(
-                "`router.bias_update_rate` changes the model, which `lora.rank` freezes", "leave out one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _records_of_the_loss(self) -> Self:
-        wanted = self.preference.records
-        for name, source in self.data.named_sources.items():
-            key = self.data.key_of(name, "format")
-            if source.is_of_answers and wanted is None:
-                raise ConfigError(f'`{key}` = "{source.format}" is for `preference.loss`, which is not set', "set it")
-            if wanted is not None and source.format != wanted:
-                raise ConfigError(
-                    f'`preference.loss` = "{self.preference.loss}" needs `{key}` = "{wanted}", found "{source.format}"',
-                    "set it, or choose another loss",
-                )
-            if wanted is not None and source.streaming:
-                raise ConfigError(
-                    f'`preference.loss` = "{self.preference.loss}" needs all records at the start, and '
-                    f"`{self.data.key_of(name, 'streaming')}` is true",
-                    "leave it out",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _what_answers_exclude(self) -> Self:
-        if self.preference.loss is None:
-            return self
-        if self.data.form != "padded":
-            raise ConfigError(
-                f'`preference.loss` = "{self.preference.loss}" compares whole answers, and `data.form` is '
-                f'"{self.data.form}"',
-                'set `data.form` = "padded"',
-            )
-        if self.objective != STOCK_OBJECTIVE:
-            raise ConfigError(
-                f'`preference.loss` = "{self.preference.loss}" replaces the cross-entropy that `objective` changes',
-                "leave one of them out",
-            )
-        if self.logging.noise_scale_every is not None:
-            raise ConfigError(
-                f'`preference.loss` = "{self.preference.loss}" is a mean over answers, and `logging.noise_scale_every` '
-                "measures means over tokens",
-                "leave one of them out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_a_teacher_excludes(self) -> Self:
-        if self.distillation.teacher is None:
-            return self
-        others = {
-            "objective": (self.objective != STOCK_OBJECTIVE, "changes the loss"),
-            "preference.loss": (self.preference.loss is not None, "is a loss of whole answers"),
-            "weight_key": (self.data.has_weights, "weights the tokens of the cross-entropy"),
-            "logging.noise_scale_every": (
-                self.logging.noise_scale_every is not None,
-                "measures gradients of the cross-entropy",
-            ),
-        }
-        for name, (is_set, why) in others.items():
-            if is_set:
-                raise ConfigError(
-                    f"`{name}` {why}, and `distillation.teacher` has a loss of its own", "leave out one of them"
-                )
+    def _tables_that_go_together(self) -> Self:
+        check_combinations(self)
         return self
 
     @model_validator(mode="after")
