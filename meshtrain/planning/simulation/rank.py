@@ -1,7 +1,7 @@
 """Simulate the step of one process of a run."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +48,7 @@ from meshtrain.training.run_loss import build_run_loss
 from meshtrain.training.step import StepContext, no_update, train_step
 from meshtrain.training.weight_average import build_average
 
+CPU = torch.device("cpu")
 AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 
 
@@ -198,28 +199,10 @@ def record_rank(
 def _record(
     run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline]
 ) -> AnyRecorder:
-    plan = run.plan
-    model = build_run_model(run)
-    adapters = run_adapters(run, model)
-    with fake_process_group(rank, plan.mesh.world_size), ExitStack() as stack:
+    with fake_process_group(rank, run.plan.mesh.world_size), ExitStack() as stack:
         fake = fake_tensors()
         quick = QuickFakeTensors(fake)
-        pipeline = build_pipeline(
-            model,
-            init_mesh(plan.mesh, "cpu"),
-            plan,
-            micro_batch_size=run.batch.micro_batch_size,
-            seed=0,
-            device=torch.device("cpu"),
-            router=run.router,
-            adapters=adapters,
-            packs_base=run.lora.base == "nf4",
-            allocation=quick,
-            structure=shared_structure(run),
-        )
-        teacher = None
-        if run.teacher is not None:
-            teacher = run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, torch.device("cpu"), quick)
+        pipeline, teacher = _build(run, quick)
         # The groups are made before tensors are fake, because torch looks for this process in a
         # tensor.
         axes = group_axes(pipeline)
@@ -242,26 +225,53 @@ def _record(
             optimizer=optimizer,
             learning_rate=lambda step: run.optimizer.learning_rate,
             max_gradient_norm=run.optimizer.max_gradient_norm,
-            loss_scale=build_loss_scale(plan.precision),
+            loss_scale=build_loss_scale(run.plan.precision),
             after_update=no_update if average is None else average.update,
         )
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
-        # Compiled layers are simulated as they are written.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(votes_skipped())
-        stack.enter_context(padded_once())
-        if "position_ids" not in run.inputs:
-            stack.enter_context(rows_joined())
-        if run.on_gpus:
-            stack.enter_context(attention_as_on_gpus())
-            stack.enter_context(products_as_on_gpus())
-        stack.enter_context(propagation_marked(recorder.hide))
-        stack.enter_context(resizes_seen(recorder.resized))
-        stack.enter_context(recorder)
+        for part in _as_simulated(run, recorder):
+            stack.enter_context(part)
         train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
         watch.find_gradients()
     return recorder
+
+
+def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[Pipeline, Pipeline | None]:
+    """Return the pipelines of the model and of the teacher, if the run has one."""
+    model = build_run_model(run)
+    pipeline = build_pipeline(
+        model,
+        init_mesh(run.plan.mesh, "cpu"),
+        run.plan,
+        micro_batch_size=run.batch.micro_batch_size,
+        seed=0,
+        device=CPU,
+        router=run.router,
+        adapters=run_adapters(run, model),
+        packs_base=run.lora.base == "nf4",
+        allocation=allocation,
+        structure=shared_structure(run),
+    )
+    if run.teacher is None:
+        return pipeline, None
+    return pipeline, run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, CPU, allocation)
+
+
+def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
+    """Yield what is entered while a step is simulated; the recorder is the last one."""
+    # Compiled layers are simulated as they are written.
+    yield torch.compiler.set_stance("force_eager")
+    yield votes_skipped()
+    yield padded_once()
+    if "position_ids" not in run.inputs:
+        yield rows_joined()
+    if run.on_gpus:
+        yield attention_as_on_gpus()
+        yield products_as_on_gpus()
+    yield propagation_marked(recorder.hide)
+    yield resizes_seen(recorder.resized)
+    yield recorder
 
 
 def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: Pipeline | None) -> TokenLoss:
