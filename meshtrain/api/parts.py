@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 from meshtrain.compat.transformers import has_loss_of_program, loss_replaced
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import DataError, ModelError
+from meshtrain.models.build import stock_class
 from meshtrain.parallel.check.context import length_unit
 from meshtrain.parallel.context.loss import LossOfParts
 from meshtrain.parallel.context.parts import OF_TOKENS, ContextParallel
@@ -24,6 +25,8 @@ OPTIONS = {
     "output_attentions": (False, "a process has the attention of its own heads or tokens only"),
 }
 """Option -> the only value that a call may pass besides None, and why."""
+OF_CONFIG = ("return_dict", "output_attentions")
+"""The options whose default is in the configuration of the model."""
 
 
 class PartsOfCalls:
@@ -59,7 +62,7 @@ class PartsOfCalls:
         """
         for name, (only, reason) in OPTIONS.items():
             asked = given.get(name)
-            asked = getattr(self._model.config, name, None) if asked is None and name == "output_attentions" else asked
+            asked = getattr(self._model.config, name, None) if asked is None and name in OF_CONFIG else asked
             if asked is not None and (isinstance(asked, Tensor) or asked != only):
                 shown = "" if isinstance(only, type(None)) else f" = {asked}"
                 raise ModelError(f"{name}{shown} over cp: {reason}", "leave it out, or use a mesh with cp = 1")
@@ -81,19 +84,17 @@ class PartsOfCalls:
         """Join the logits and hidden states in the output of a call, in place.
 
         Raises:
-            ModelError: if there is none to join them in, or the class has computed its loss from
-                the logits of a part.
+            ModelError: if the class has computed its loss from the logits of a part.
         """
         is_own = self._loss is not None and not self._loss.is_called
         self.end()
         if is_own:
             raise ModelError(
-                f"a {type(self._model).__name__} computes its loss itself, not by the loss function of transformers, "
+                f"a {stock_class(self._model).__name__} computes its loss itself, not by the loss function of transformers, "
                 "and over cp from the logits of a part",
                 "pass no labels and compute it from the logits that the call returns, or use a mesh with cp = 1",
             )
-        if not isinstance(output, ModelOutput):
-            raise ModelError(f"return_dict = False over cp: {OPTIONS['return_dict'][1]}", "leave it out")
+        assert isinstance(output, ModelOutput), "the call is checked"
         for name, value in output.items():
             if name == "logits":
                 output[name] = self._context.shared(value)

@@ -22,6 +22,7 @@ from meshtrain.compat.nn import mix_in
 from meshtrain.errors import Problem
 from meshtrain.models.adapters import stock_name
 from meshtrain.models.layout import local_tensor
+from meshtrain.models.weight_readers import weights_read_by
 
 BLOCK = 64
 # A row fills numbers of any format up to 8 bytes.
@@ -40,7 +41,7 @@ def row_bytes(width: int) -> int:
 
 
 def packable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield FQN and module of each frozen projection but the head.
+    """Yield FQN and module of each frozen projection but the head, whose weight it alone reads.
 
     Args:
         model: without adapters.
@@ -49,7 +50,9 @@ def packable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         # A class of its own may use its weight in another way.
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
-            yield name, module
+            around, _, own = name.rpartition(".")
+            if own not in weights_read_by(type(model.get_submodule(around))):
+                yield name, module
 
 
 def packing_problems(model: PreTrainedModel) -> list[Problem]:
@@ -60,7 +63,7 @@ def packing_problems(model: PreTrainedModel) -> list[Problem]:
         return [Problem(f"{key}: the projections of {kind} are Conv1D, and only Linear is packed", advice)]
     found = list(packable(model))
     if not found:
-        return [Problem(f"{key}: {kind} has no projection to pack", advice)]
+        return [Problem(f"{key}: {kind} has no projection that it uses as a whole, and no other is packed", advice)]
     return [
         Problem(f"{key}: {name} has {module.in_features} inputs, which are no multiple of {BLOCK}", advice)
         for name, module in found

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    DynamicCache,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from meshtrain.api.handle import pipeline_of
 from meshtrain.errors import DataError, ModelError, PlanError
@@ -229,6 +236,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "encoder_hidden_states cannot be divided over cp, which takes input_ids, inputs_embeds, token_type_ids, "
         "attention_mask, position_ids; leave it out, or use a mesh with cp = 1",
     ),
+    ({"input_ids": None}, "there are no input_ids (rows, seq) to divide over cp; pass them"),
+    (
+        {"input_ids": torch.ones(8, dtype=torch.long)},
+        "there are no input_ids (rows, seq) to divide over cp; pass them",
+    ),
     (
         {"input_ids": torch.ones(ROWS, 7, dtype=torch.long), "labels": None},
         "cp divides each sequence into 2 equal parts, which is not possible for 7 tokens; pad the batch "
@@ -237,18 +249,46 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+class OwnLoss(GPT2LMHeadModel):
+    """Computes its loss itself, from the logits that it has."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutputWithCrossAttentions:
+        output = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **options)
+        if labels is not None:
+            output.loss = output.logits.square().mean()
+        return output
+
+
 def ask_for_the_impossible() -> None:
     model, batch = parallel(stock_model("gpt2-tied"), {"cp": 2}), batches()[0]
     for given, message in REFUSED:
         with pytest.raises((DataError, ModelError)) as caught:
             model(**{**batch, **given})
         assert str(caught.value) == message
+    model.config.return_dict = False
+    with pytest.raises(ModelError, match=r"^return_dict = False over cp: what the parts return is joined in the fields"):
+        model(**batch)
+    model.config.return_dict = True
     model.loss_function = lambda logits, labels, **kwargs: logits.mean()
     with pytest.raises(ModelError, match=r"^model\.loss_function was set by the program, but over cp it would get the"):
         model(**batch)
     # Nothing is left over from a call that has failed.
     stock = stock_model("gpt2-tied")
     torch.testing.assert_close(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits, rtol=0, atol=1e-12)
+    own = parallel(OwnLoss(stock.config), {"cp": 2})
+    with pytest.raises(ModelError) as caught:
+        own(**batch)
+    assert str(caught.value) == (
+        "a OwnLoss computes its loss itself, not by the loss function of transformers, and over cp from the logits of "
+        "a part; pass no labels and compute it from the logits that the call returns, or use a mesh with cp = 1"
+    )
     with pytest.raises(PlanError) as refused:
         parallel(AutoModelForTokenClassification.from_config(stock.config), {"cp": 2})
     assert str(refused.value).startswith("mesh.cp = 2: the head of a GPT2ForTokenClassification cannot run in chunks: ")

@@ -157,6 +157,11 @@ BAD = [
         'the key "label" (data.label_key) holds text and not true or false',
     ),
     ("unpaired_preference", {**JUDGED[0], "prompt": ""}, 'the text of "prompt" is empty'),
+    (
+        "preference",
+        {**PAIR, "prompt": "", "chosen": "yes", "rejected": "x"},
+        '"prompt" and "rejected" are one token together, of which none can be predicted',
+    ),
 ]
 
 
@@ -171,6 +176,14 @@ def test_bad_records_are_named(tmp_path: Path, kind: str, record: dict, message:
 def test_messages_need_a_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds messages, and the tokenizer has no chat template"):
         prepare(tmp_path, [ANSWERS])
+
+
+def test_answers_without_a_token_are_refused(tmp_path: Path) -> None:
+    template = "{% for it in messages %}|{% if it['role'] == 'assistant' %}{% generation %}{{ it['content'] }}"
+    template += "{% endgeneration %}{% else %}{{ it['content'] }}{% endif %}{% endfor %}"
+    silent = {**ANSWERS, "rejected": [{"role": "assistant", "content": ""}]}
+    with pytest.raises(DataError, match=r'the answer in "rejected" has no tokens: there is nothing to train on'):
+        prepare(tmp_path, [silent], template)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import meshtrain
 from meshtrain.config.data import TokenizerConfig
@@ -248,6 +248,11 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["plan.mesh.cp = 2"], 2, "distillation.teacher: a teacher works over dp_shard, dp_replicate and tp, and mesh.cp"),
     (["plan.mesh.tp = 4"], 4, "distillation.teacher: mesh.tp = 4 does not divide the model's 2 attention heads"),
     (["plan.loss.chunk_tokens = 64"], 1, "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and this loss"),
+    (
+        ['preference.loss = "dpo"', 'data.format = "preference"', 'data.form = "padded"'],
+        1,
+        "`preference.loss` is a loss of whole answers, and `distillation.teacher` has a loss of its own; leave out one",
+    ),
     (["objective.z_loss = 0.1"], 1, "`objective` changes the loss, and `distillation.teacher` has a loss of its own"),
     (['data.weight_key = "w"'], 1, "`weight_key` weights the tokens of the cross-entropy, and `distillation.teacher`"),
     (["logging.noise_scale_every = 5"], 1, "`logging.noise_scale_every` measures gradients of the cross-entropy, and"),
@@ -261,7 +266,18 @@ FOLDERS = [
     ("none", "none': there is no such directory; set it to the local directory of a Hugging Face model"),
     ("fewer", "distillation.teacher: its vocabulary has 280 tokens, and that of the model 300, so their logits cannot"),
     (".", ": the directory holds no config.json; set it to the local directory of a Hugging Face model"),
+    ("run/checkpoints/step-1", "step-1' is a checkpoint; export it, and set it to the exported directory"),
 ]
+
+
+def test_refusals_of_a_folder_name_the_teacher(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/config.json").write_text('{"model_type": "unheard_of"}')
+    found = refusal(tmp_path, [], 1)
+    assert found.startswith("distillation.teacher: '")
+    assert "teacher': it holds no Hugging Face model: The checkpoint you are trying to load has model type" in found
+    assert "model.path" not in found
 
 
 def refusal(directory: Path, changes: list[str], processes: int, teacher: str = "teacher") -> str:
@@ -286,8 +302,55 @@ def test_folders_without_a_teacher_are_refused(tmp_path: Path, folder: str, mess
     write_base(tmp_path)
     write_teacher(tmp_path, vocab_size=280)
     (tmp_path / "teacher").rename(tmp_path / "fewer")
+    if folder.startswith("run"):
+        train(build_run(tmp_path / "run", "qwen3", build_plan((1, 1, 1, 1)), steps=1))
     found = refusal(tmp_path, [], 1, folder)
     assert message in found, found
+
+
+OF_EXPERTS = """model = { type = "mixtral", config = { vocab_size = 300, hidden_size = 32, intermediate_size = 48, \
+num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 4, num_local_experts = 4 } }"""
+
+
+def test_experts_on_several_processes_are_refused_beside_a_teacher(tmp_path: Path) -> None:
+    write_teacher(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN.replace('model = { path = "base", weights = "pretrained" }', OF_EXPERTS))
+    with pytest.raises(UserError) as caught:
+        resolve_run(load_run(tmp_path / "run.toml", ["plan.mesh.ep = 2"]), 2)
+    assert caught.value.lines == (
+        "distillation.teacher: a teacher works over dp_shard, dp_replicate and tp, and mesh.ep is 2; set it to 1, or "
+        "leave out distillation.teacher",
+    )
+
+
+def test_teacher_whose_frequencies_depend_on_the_batch_is_refused(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, rope_parameters=rope, max_position_embeddings=8, **sizes)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "teacher")
+    assert refusal(tmp_path, [], 1) == (
+        "distillation.teacher: sequences of more than 8 tokens change the rotary frequencies of this LlamaForCausalLM "
+        "for all others in their batch; set data.sequence_length = 8 or less, or take another teacher"
+    )
+    (tmp_path / "run.toml").write_text(RUN)
+    fits = resolve_run(load_run(tmp_path / "run.toml", ["data.sequence_length = 8"]), 1)
+    assert fits.teacher is not None
+
+
+def test_all_logits_are_compared_where_a_loss_of_tokens_takes_chunks(tmp_path: Path) -> None:
+    """The logits of a microbatch take a GiB."""
+    shape = {"vocab_size": 2**17, "n_embd": 16, "n_layer": 1, "n_head": 1, "n_positions": 32}
+    config = GPT2Config(**shape)
+    config.save_pretrained(tmp_path / "teacher")
+    run = run_on(tmp_path, (1, 1, 1, 1), micro_batch_size=32, global_batch_size=32)
+    data = run.data.model_copy(update={"tokenizer": TokenizerConfig(vocab_size=300), "sequence_length": 32})
+    run = run.model_copy(update={"data": data, "model": ModelConfig(type="gpt2", config=shape)})
+    resolved, alone = (resolve_run(run.model_copy(update=it), 1) for it in ({}, {"distillation": NO_DISTILLATION}))
+    assert resolved.teacher is not None
+    assert resolved.plan.loss.chunk_tokens == resolved.teacher.plan.loss.chunk_tokens == 0
+    assert alone.plan.loss.chunk_tokens
 
 
 def test_settings_without_a_teacher_and_what_cannot_see_one_are_refused(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from meshtrain.config.preference import PreferenceConfig
 from meshtrain.config.run import EvaluationConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.data.prepare import prepare_data
-from meshtrain.errors import ConfigError, DataError, UserError
+from meshtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
 from tests.training.preferences import (
+    SEQUENCE,
     Record,
     Stock,
     answer_of,
@@ -35,7 +36,7 @@ from tests.training.preferences import (
     write_base,
     write_records,
 )
-from tests.training.runs import Mesh, build_plan, read_metrics
+from tests.training.runs import Mesh, build_plan, read_metrics, steps_of
 
 DPO = PreferenceConfig(loss="dpo", beta=0.3, label_smoothing=0.1)
 # pp, dp_replicate, dp_shard, tp; cp
@@ -139,6 +140,24 @@ def test_reference_is_kept_for_a_resumption_on_other_meshes(tmp_path: Path) -> N
         train(run_on(tmp_path, mesh, 1, name="resumed", steps=steps))
         assert (kept.stat().st_mtime_ns == written) == (steps < 3)
     compare(tmp_path / "resumed", stock)
+    # Both rows of each of 8 pairs.
+    assert [it["tokens"] for it in steps_of(tmp_path / "resumed")] == [8 * 2 * SEQUENCE * it for it in (1, 2, 3)]
+
+
+def test_run_without_a_reference_does_not_go_on_with_one(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    write_records(tmp_path / "records.jsonl", "dpo")
+    without = {"preference": PreferenceConfig(loss="orpo")}
+    train(run_on(tmp_path, (1, 1, 1, 1), 1, name="run", steps=1).model_copy(update=without))
+    with pytest.raises(RankError) as caught:
+        train(run_on(tmp_path, (1, 1, 2, 1), 1, name="run", steps=2))
+    refusal = caught.value.original
+    assert isinstance(refusal, CheckpointError)
+    (line,) = refusal.lines
+    assert line.endswith(
+        'step-1: it was saved without a reference, which preference.loss = "dpo" needs; go on with the loss of that '
+        "run, or begin a new run from its weights in a directory of its own"
+    )
 
 
 def test_reference_of_other_weights_is_refused(tmp_path: Path) -> None:

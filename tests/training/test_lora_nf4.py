@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
@@ -58,7 +58,7 @@ def write_rounded(directory: Path) -> Any:
 
 def beside(run: RunConfig, base: str) -> RunConfig:
     """Return a run beside the parameters of another base."""
-    model = ModelConfig(path=str(Path(str(run.model.path)).with_name(base)), weights="pretrained")
+    model = run.model.model_copy(update={"path": str(Path(str(run.model.path)).with_name(base))})
     return run.model_copy(update={"model": model, "lora": run.lora.model_copy(update={"base": "parameters"})})
 
 
@@ -142,14 +142,47 @@ def test_four_bits_are_counted(tmp_path: Path) -> None:
     ("changes", "mesh", "message"),
     [
         (WIDE, (1, 1, 1, 2), "plan.mesh.tp = 2: packed weights are not cut; set plan.mesh.tp = 1, and shard over"),
+        (
+            WIDE,
+            (1, 1, 112, 1),
+            "lora.base = 'nf4': model.layers.0.mlp.down_proj has 64 rows, which are too few for 112 processes; set a "
+            "smaller plan.mesh.dp_shard",
+        ),
         ({}, (1, 1, 1, 1), "model.layers.0.self_attn.q_proj has 32 inputs, which are no multiple of 64; leave it out"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(tmp_path: Path, changes: dict[str, int], mesh: Mesh, message: str) -> None:
     write_base(tmp_path, **changes)
     with pytest.raises(ConfigError) as caught:
-        resolve_run(lora_run(tmp_path, mesh, lora=LORA))
+        resolve_run(lora_run(tmp_path, mesh, lora=LORA, global_batch_size=224))
     assert message in str(caught.value)
+
+
+def write_mamba(directory: Path) -> Any:
+    """Write a model whose class passes the weights of most projections to kernels, and return it."""
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=4)
+    model = MambaForCausalLM(config).double()
+    model.save_pretrained(directory / "base")
+    return model
+
+
+def mamba_run(directory: Path, mesh: Mesh, name: str, lora: LoraConfig) -> RunConfig:
+    run = lora_run(directory, mesh, name=name, lora=lora, steps=3)
+    return run.model_copy(update={"model": run.model.model_copy(update={"attention": "eager"})})
+
+
+def test_weights_that_a_class_reads_itself_stay_in_full(tmp_path: Path) -> None:
+    model = write_mamba(tmp_path)
+    lora = LoraConfig(rank=4, alpha=8, base="nf4", target_modules=["in_proj", "x_proj"])
+    run, one = (
+        mamba_run(tmp_path, mesh, name, lora) for mesh, name in (((1, 1, 2, 1), "run"), ((1, 1, 1, 1), "full"))
+    )
+    found = train(run)
+    for layer in model.backbone.layers:
+        layer.mixer.in_proj.weight.data.copy_(rounded(layer.mixer.in_proj.weight.detach()))
+    model.save_pretrained(tmp_path / "rounded")
+    assert found == pytest.approx(train(beside(one, "rounded")), rel=1e-12)
 
 
 def test_projections_of_another_class_are_refused(tmp_path: Path) -> None:

@@ -94,8 +94,14 @@ def test_measurements_without_a_meaning_are_left_out() -> None:
     for small in ((float("inf"), 10.0), (1.0, 0.0), (1.0, 80.0), ()):
         assert scale.add(small, 1.0, 80, 16) == {}
     assert scale == NoiseScale(1)
-    # The norm of the small batch is too low: no average of it has a root.
+    # The norm of the small batch is so high that nothing is left of the true gradient's.
     assert scale.add((9.0, 10.0), 1.0, 80, 16).keys() == {"gradient_variance", "gradient_squared_norm"}
+    # That of the small batch is too low: a variance below 0 is none.
+    below = NoiseScale(1).add((0.9, 10.0), 1.0, 80, 16)
+    assert below == {
+        "gradient_variance": pytest.approx((0.81 - 1) * 16 / 7),
+        "gradient_squared_norm": pytest.approx((8 - 0.81) / 7),
+    }
 
 
 def test_run_measures_every_few_steps_and_resumes_on_other_meshes(tmp_path: Path) -> None:

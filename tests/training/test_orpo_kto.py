@@ -19,6 +19,7 @@ from meshtrain.config.run import EvaluationConfig, RunConfig
 from meshtrain.training.preference.formulas import log_odds_ratio
 from tests.ranks import run_on_ranks
 from tests.training.preferences import (
+    SEQUENCE,
     LossOfStep,
     Record,
     answer_of,
@@ -30,7 +31,7 @@ from tests.training.preferences import (
     write_base,
     write_records,
 )
-from tests.training.runs import Mesh, build_plan, read_metrics
+from tests.training.runs import Mesh, build_plan, read_metrics, steps_of
 
 CONFIGS = {
     "orpo": PreferenceConfig(loss="orpo", beta=0.3),
@@ -143,6 +144,21 @@ def test_runs_resume_on_other_meshes(tmp_path: Path, loss: str) -> None:
     for steps, mesh in ((1, (2, 1, 1, 1)), (3, (1, 1, 2, 1))):
         train(run_on(tmp_path, loss, mesh, 1, name="resumed", steps=steps))
     compare(tmp_path / "resumed", stock)
+
+
+def test_mismatched_answers_train_beside_a_process_without_first_and_last_stage(tmp_path: Path) -> None:
+    """In a V the second process has the two stages in the middle, which read no tokens."""
+    write_base(tmp_path)
+    records = write_records(tmp_path / "records.jsonl", "kto")
+    one = run_on(tmp_path, "kto", (1, 1, 1, 1), 1, name="one")
+    (stock,) = run_on_ranks(1, train_stock, one, records, kto, [], joins=False)
+    plan = build_plan((2, 1, 1, 1), schedule="ZBVZeroBubble")
+    run = preference_run(tmp_path, "v", plan, CONFIGS["kto"])
+    assert run.self_checks
+    train(run)
+    compare(tmp_path / "v", stock)
+    # A single answer is one row; that beside it is not trained on.
+    assert [it["tokens"] for it in steps_of(tmp_path / "v")] == [8 * SEQUENCE * it for it in (1, 2, 3)]
 
 
 def test_odds_of_answers_that_are_almost_sure_or_impossible() -> None:

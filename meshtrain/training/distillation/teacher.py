@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,9 @@ def _load_config(config: RunConfig) -> PretrainedConfig:
     try:
         return load_hf_config(ModelConfig(path=str(path)))
     except UserError as error:
-        raise ModelError([problem.concerning(ASKED) for problem in error.problems]) from error
+        # The path is that of the teacher, and not the setting that such a problem names.
+        problems = [replace(it, found=it.found.removeprefix("model.path = ")) for it in error.problems]
+        raise ModelError([problem.concerning(ASKED) for problem in problems]) from error
 
 
 def _check_vocabulary(hf_config: PretrainedConfig, model: PreTrainedModel) -> None:
