@@ -90,8 +90,8 @@ class PartsOfCalls:
         self.end()
         if is_own:
             raise ModelError(
-                f"a {stock_class(self._model).__name__} computes its loss itself, not by the loss function of transformers, "
-                "and over cp from the logits of a part",
+                f"{stock_class(self._model).__name__} computes its loss itself, not by the loss function of "
+                "transformers, and over cp from the logits of a part",
                 "pass no labels and compute it from the logits that the call returns, or use a mesh with cp = 1",
             )
         assert isinstance(output, ModelOutput), "the call is checked"

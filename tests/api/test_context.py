@@ -273,7 +273,7 @@ def ask_for_the_impossible() -> None:
             model(**{**batch, **given})
         assert str(caught.value) == message
     model.config.return_dict = False
-    with pytest.raises(ModelError, match=r"^return_dict = False over cp: what the parts return is joined in the fields"):
+    with pytest.raises(ModelError, match=r"^return_dict = False over cp: what the parts return is joined in"):
         model(**batch)
     model.config.return_dict = True
     model.loss_function = lambda logits, labels, **kwargs: logits.mean()
@@ -286,7 +286,7 @@ def ask_for_the_impossible() -> None:
     with pytest.raises(ModelError) as caught:
         own(**batch)
     assert str(caught.value) == (
-        "a OwnLoss computes its loss itself, not by the loss function of transformers, and over cp from the logits of "
+        "OwnLoss computes its loss itself, not by the loss function of transformers, and over cp from the logits of "
         "a part; pass no labels and compute it from the logits that the call returns, or use a mesh with cp = 1"
     )
     with pytest.raises(PlanError) as refused:

@@ -20,9 +20,16 @@ from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import UserError
 from meshtrain.inference.lora import export
 from meshtrain.models.adapters import initialize_adapters, is_adapted
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel import build_pipeline
+from meshtrain.parallel.account import account
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.ranks import RankError
+from meshtrain.training.resolve import ResolvedRun, resolve_run
+from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 from tests.training.runs import QWEN3, VOCABULARY, Mesh, build_plan, build_run, steps_of, train_here
+from tests.training.stock_optimizer import stock_adamw
 
 LORA = LoraConfig(rank=4, alpha=8)
 CONTEXT = MeshPlan(cp=2, dp_shard=1)
@@ -61,11 +68,8 @@ def stock_losses(run: RunConfig, options: Mapping[str, Any] = MappingProxyType({
     layers = {name: module for name, module in base.named_modules() if is_adapted(module)}
     initialize_adapters(base, layers, seed=run.seed)
     config = run.optimizer
-    betas = config.beta1, config.beta2
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decays = {config.weight_decay: [it for it in trained if it.dim() > 1], 0.0: [it for it in trained if it.dim() < 2]}
-    groups = [{"params": members, "weight_decay": decay} for decay, members in decays.items()]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    optimizer = stock_adamw(trained, config)
     found = []
     for step in seen:
         logits = model(input_ids=torch.tensor(step["tokens"])).logits
@@ -99,6 +103,34 @@ def prove(directory: Path, lora: LoraConfig, **options: Any) -> None:
         assert found == pytest.approx(wanted, rel=1e-12), mesh
     frozen = train(lora_run(directory, (1, 1, 1, 1), name="frozen", lora=LoraConfig(rank=4, alpha=8), steps=3))
     assert abs(frozen[2] - wanted[2]) > 1e-6
+
+
+def _held_bytes(run: RunConfig) -> tuple[int, int, int]:
+    """Return the bytes of parameters, gradients and optimizer state on this rank."""
+    lift_float32_casts()
+    resolved = resolve_run(run)
+    mesh = init_mesh(resolved.plan.mesh, "cpu")
+    pipeline = build_pipeline(
+        resolved.model,
+        mesh,
+        resolved.plan,
+        micro_batch_size=1,
+        seed=0,
+        device=torch.device("cpu"),
+        adapters=resolved.adapters,
+    )
+    sizes = [local_tensor(p).nbytes for _, p in pipeline.named_parameters()]
+    gradients = sum(local_tensor(p).nbytes for _, p in pipeline.trainable_parameters())
+    return sum(sizes), gradients, 2 * gradients
+
+
+def check_counts(run: RunConfig) -> ResolvedRun:
+    """Compare what is counted of a run on one stage with what a process holds."""
+    resolved = resolve_run(run)
+    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
+    held = run_on_ranks(run.plan.mesh.world_size, _held_bytes, run)[0]
+    assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == held
+    return resolved
 
 
 def check_exports(directory: Path, base: Any) -> None:

@@ -21,9 +21,11 @@ from meshtrain.config.preference import PreferenceConfig
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.models.adapters import initialize_adapters, without_adapters
+from meshtrain.runtime.ranks import RankError
 from tests.data.corpora import byte_tokenizer
 from tests.ranks import run_on_ranks
 from tests.training.runs import QWEN3, VOCABULARY, WORDS, build_run, read_checkpoint, steps_of, train_here
+from tests.training.stock_optimizer import stock_adamw
 
 Record = dict[str, Any]
 SEQUENCE = 32
@@ -78,6 +80,13 @@ def train(run: RunConfig) -> None:
     run_on_ranks(run.plan.mesh.world_size, train_here, run, joins=False)
 
 
+def refused(run: RunConfig) -> str:
+    """Train until a process refuses to, and return its message."""
+    with pytest.raises(RankError) as caught:
+        train(run)
+    return str(caught.value.original)
+
+
 class Answer(NamedTuple):
     """An answer behind its prompt."""
 
@@ -122,12 +131,7 @@ def train_stock(run: RunConfig, records: list[Record], loss_of: LossOfStep, held
         with without_adapters(base) as layers:
             initialize_adapters(base, layers, seed=run.seed)
     trained, config = [it for it in model.parameters() if it.requires_grad], run.optimizer
-    groups = [
-        {"params": [it for it in trained if (it.dim() >= 2) == is_matrix], "weight_decay": decay}
-        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
-    ]
-    betas = config.beta1, config.beta2
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    optimizer = stock_adamw(trained, config)
     losses, terms = [], []
     for step in seen:
         loss, found = loss_of(model, reference, tokenizer, records, step["ids"])
@@ -164,6 +168,16 @@ def compare(directory: Path, stock: Stock) -> None:
         torch.testing.assert_close(
             saved[f"model.{key}"], wanted, rtol=0, atol=1e-12, msg=lambda text, k=key: f"{k}: {text}"
         )
+
+
+def reward_terms(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
+    """Return the metrics of rewards (pairs,)."""
+    return {
+        "rewards/chosen": chosen.mean().item(),
+        "rewards/rejected": rejected.mean().item(),
+        "rewards/margins": (chosen - rejected).mean().item(),
+        "rewards/accuracies": (chosen > rejected).double().mean().item(),
+    }
 
 
 def close(value: float) -> Any:

@@ -19,13 +19,12 @@ from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.planning.search.command import search
-from meshtrain.runtime.ranks import RankError
 from meshtrain.training import loop
 from meshtrain.training.distillation.divergence import summed_divergence
 from meshtrain.training.distillation.loss import laid_out
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
-from tests.training.preferences import Stock, close, compare, train, write_base
+from tests.training.preferences import Stock, close, compare, refused, train, write_base
 from tests.training.runs import (
     GPT2,
     VOCABULARY,
@@ -37,6 +36,7 @@ from tests.training.runs import (
     train_here,
     write_text,
 )
+from tests.training.stock_optimizer import stock_adamw
 
 WEIGHT, TEMPERATURE = 0.3, 2.5
 # pp, dp_replicate, dp_shard, tp
@@ -88,12 +88,7 @@ def train_stock(run: RunConfig) -> Stock:
     paths = str(run.model.path), str(run.distillation.teacher)
     model, teacher = (AutoModelForCausalLM.from_pretrained(it, dtype=torch.float64).eval() for it in paths)
     trained, config = [*model.parameters()], run.optimizer
-    groups = [
-        {"params": [it for it in trained if (it.dim() >= 2) == is_matrix], "weight_decay": decay}
-        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
-    ]
-    betas = config.beta1, config.beta2
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    optimizer = stock_adamw(trained, config)
     losses, terms = [], []
     for batch in batches:
         cross_entropy, divergence = both_terms(model, teacher, batch)
@@ -173,9 +168,7 @@ def test_teacher_of_other_weights_is_refused_at_a_resumption(tmp_path: Path) -> 
     write_models(tmp_path)
     train(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=1))
     write_teacher(tmp_path, seed=2)
-    with pytest.raises(RankError) as caught:
-        train(run_on(tmp_path, (1, 1, 2, 1), name="run", steps=2))
-    found = str(caught.value.original)
+    found = refused(run_on(tmp_path, (1, 1, 2, 1), name="run", steps=2))
     assert "its teacher had other weights than those in" in found
     assert found.endswith("put back the model that was there then")
 
@@ -186,9 +179,7 @@ def test_run_that_began_without_a_teacher_gets_none(tmp_path: Path) -> None:
     train(run.model_copy(update={"distillation": NO_DISTILLATION}))
     # Changed by hand, as the error of the first attempt advises.
     (tmp_path / "run/run.toml").unlink()
-    with pytest.raises(RankError) as caught:
-        train(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=2))
-    found = str(caught.value.original)
+    found = refused(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=2))
     assert "it was saved by a run without a teacher, and distillation.teacher = " in found
     assert found.endswith("or begin a new run from its weights in a directory of its own")
 

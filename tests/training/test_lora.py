@@ -13,21 +13,19 @@ from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
-from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import CheckpointError, ConfigError, ModelError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models import lora
-from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.account import account
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.resolve import resolve_run
-from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 from tests.training.lora_runs import (
     CONTEXT,
     MESHES,
+    check_counts,
     logits_of,
     lora_run,
     refusal,
@@ -284,29 +282,4 @@ def test_export_has_the_number_format_of_the_base(tmp_path: Path, merged: bool) 
 
 def test_adapters_are_counted(tmp_path: Path) -> None:
     write_base(tmp_path)
-    resolved = resolve_run(lora_run(tmp_path, (1, 1, 1, 2)))
-    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
-    pipeline_bytes = run_on_ranks(2, held_bytes, lora_run(tmp_path, (1, 1, 1, 2)))[0]
-    assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
-
-
-def held_bytes(run: RunConfig) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer state on this rank."""
-    from meshtrain.parallel import build_pipeline
-    from meshtrain.runtime.mesh import init_mesh
-
-    lift_float32_casts()
-    resolved = resolve_run(run)
-    mesh = init_mesh(resolved.plan.mesh, "cpu")
-    pipeline = build_pipeline(
-        resolved.model,
-        mesh,
-        resolved.plan,
-        micro_batch_size=1,
-        seed=0,
-        device=torch.device("cpu"),
-        adapters=resolved.adapters,
-    )
-    sizes = [local_tensor(p).nbytes for _, p in pipeline.named_parameters()]
-    gradients = sum(local_tensor(p).nbytes for _, p in pipeline.trainable_parameters())
-    return sum(sizes), gradients, 2 * gradients
+    check_counts(lora_run(tmp_path, (1, 1, 1, 2)))

@@ -10,12 +10,18 @@ from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PipelinePlan
 from meshtrain.errors import ConfigError
-from meshtrain.parallel.account import account
 from meshtrain.training.resolve import resolve_run
-from tests.ranks import run_on_ranks
-from tests.training.lora_runs import MESHES, check_exports, compiled_losses, lora_run, prove, train, write_base
+from tests.training.lora_runs import (
+    MESHES,
+    check_counts,
+    check_exports,
+    compiled_losses,
+    lora_run,
+    prove,
+    train,
+    write_base,
+)
 from tests.training.runs import DRY, GPT2, VOCABULARY, read_checkpoint
-from tests.training.test_lora import held_bytes
 
 LORA = LoraConfig(rank=4, alpha=8, dora=True)
 FAST = OptimizerConfig(learning_rate=0.05)
@@ -76,11 +82,7 @@ def test_run_resumes_on_other_meshes_and_is_exported(tmp_path: Path) -> None:
 
 def test_magnitudes_are_counted(tmp_path: Path) -> None:
     write_base(tmp_path)
-    run = lora_run(tmp_path, (1, 1, 1, 2), lora=LORA)
-    resolved = resolve_run(run)
-    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
-    pipeline_bytes = run_on_ranks(2, held_bytes, run)[0]
-    assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
+    check_counts(lora_run(tmp_path, (1, 1, 1, 2), lora=LORA))
 
 
 def test_magnitudes_of_embeddings_are_refused(tmp_path: Path) -> None:

@@ -14,13 +14,10 @@ from meshtrain.config.plan import PrecisionPlan
 from meshtrain.errors import ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
-from meshtrain.parallel.account import account
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
-from tests.ranks import run_on_ranks
-from tests.training.lora_runs import MESHES, check_exports, lora_run, prove, train, write_base
+from tests.training.lora_runs import MESHES, check_counts, check_exports, lora_run, prove, train, write_base
 from tests.training.runs import GPT2, VOCABULARY, read_checkpoint
-from tests.training.test_lora import held_bytes
 
 RUN_BASE = "run", "base"
 UNTIED = {"tie_word_embeddings": False}
@@ -85,11 +82,7 @@ def test_text_is_generated_with_what_trained(tmp_path: Path) -> None:
 
 def test_what_trains_in_full_is_counted_and_shown(tmp_path: Path) -> None:
     write_base(tmp_path)
-    run = lora_run(tmp_path, (1, 1, 1, 2), lora=TIED)
-    resolved = resolve_run(run)
-    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
-    pipeline_bytes = run_on_ranks(2, held_bytes, run)[0]
-    assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == pipeline_bytes
+    resolved = check_counts(lora_run(tmp_path, (1, 1, 1, 2), lora=TIED))
     shown = dict(plan_table(resolved).rows)["adapters"]
     assert "up_proj, v_proj, embed_tokens in full: 17,536 parameters train (" in shown
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mamb
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
-from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
@@ -159,7 +159,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path, changes: dict[str, int
 
 
 def write_mamba(directory: Path) -> Any:
-    """Write a model whose class passes the weights of most projections to kernels, and return it."""
+    """Write a model whose class passes most weights to kernels, and return it."""
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=4)
     model = MambaForCausalLM(config).double()
@@ -175,9 +175,7 @@ def mamba_run(directory: Path, mesh: Mesh, name: str, lora: LoraConfig) -> RunCo
 def test_weights_that_a_class_reads_itself_stay_in_full(tmp_path: Path) -> None:
     model = write_mamba(tmp_path)
     lora = LoraConfig(rank=4, alpha=8, base="nf4", target_modules=["in_proj", "x_proj"])
-    run, one = (
-        mamba_run(tmp_path, mesh, name, lora) for mesh, name in (((1, 1, 2, 1), "run"), ((1, 1, 1, 1), "full"))
-    )
+    run, one = (mamba_run(tmp_path, mesh, name, lora) for mesh, name in (((1, 1, 2, 1), "run"), ((1, 1, 1, 1), "full")))
     found = train(run)
     for layer in model.backbone.layers:
         layer.mixer.in_proj.weight.data.copy_(rounded(layer.mixer.in_proj.weight.detach()))

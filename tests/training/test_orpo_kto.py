@@ -26,6 +26,7 @@ from tests.training.preferences import (
     close,
     compare,
     preference_run,
+    reward_terms,
     train,
     train_stock,
     write_base,
@@ -60,10 +61,7 @@ def orpo(
         found.append([0.3 * chosen.item(), 0.3 * rejected.item(), -chosen.item(), ratio.item()])
     chosen, rejected, cross_entropy, ratio = torch.tensor(found, dtype=torch.float64).T
     terms = {
-        "rewards/chosen": chosen.mean().item(),
-        "rewards/rejected": rejected.mean().item(),
-        "rewards/margins": (chosen - rejected).mean().item(),
-        "rewards/accuracies": (chosen > rejected).double().mean().item(),
+        **reward_terms(chosen, rejected),
         "nll_loss": cross_entropy.mean().item(),
         "log_odds_ratio": ratio.mean().item(),
     }
