@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     _Action,
@@ -20,7 +21,6 @@ _PASSES = {
     _ComputationType.BACKWARD_INPUT: BACKWARD,
     _ComputationType.BACKWARD_WEIGHT: WEIGHTS,
 }
-_GATHERS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
 
 class Pass(NamedTuple):
@@ -137,24 +137,32 @@ def _instructions(schedule: str, owners: tuple[int, ...], num_microbatches: int)
     return [make(rank, pp, num_microbatches) for rank in range(pp)]
 
 
-def leave_gathering_to_fsdp(schedule: Any) -> None:
-    """Take the gathers of whole stages out of a schedule, so that FSDP2 gathers each layer itself.
+def build_schedule(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a schedule that gathers no parameters, so that FSDP2 gathers each layer itself.
 
     Why: the schedules of several stages on a process gather whole stages ahead, at most three, and
     free others, whatever `reshard_after_forward` says. So "never" gathered parameters again and
-    again, and "always" held those of three stages.
+    again, and "always" held those of three stages. Torch also looks for those stages once for each
+    pass among all that follow, which takes seconds for many microbatches.
     Holds: torch 2.11 to 2.13.
 
     Args:
-        schedule: of torch; it is changed if it has several stages on a process.
+        kind: class of the schedule, of torch.
+        args: of the class.
+        kwargs: of the class.
     """
-    if not isinstance(schedule, PipelineScheduleMulti):
-        return
-    runtime: Any = schedule
-    for rank, actions in runtime.pipeline_order_with_comms.items():
-        runtime.pipeline_order_with_comms[rank] = [it for it in actions if it.computation_type not in _GATHERS]
-    # The schedule asks whether a stage is gathered before it computes.
-    runtime.unsharded_stages = {stage.stage_index for stage in runtime._stages}
+    private: Any = schedules
+    original = private._add_unshard_reshard
+    private._add_unshard_reshard = lambda actions: [it for it in actions if it is not None]
+    try:
+        schedule = kind(*args, **kwargs)
+    finally:
+        private._add_unshard_reshard = original
+    if isinstance(schedule, PipelineScheduleMulti):
+        # The schedule asks whether a stage is gathered before it computes.
+        runtime: Any = schedule
+        runtime.unsharded_stages = {stage.stage_index for stage in schedule._stages}
+    return schedule
 
 
 def _built(schedule: str, owners: Sequence[int], num_microbatches: int, *, with_messages: bool = True) -> Any:
@@ -173,7 +181,7 @@ def _built(schedule: str, owners: Sequence[int], num_microbatches: int, *, with_
     stages = [_Stage(stage, len(owners), pp) for stage, owner in enumerate(owners) if owner == 0]
     if not with_messages:
         kind = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda self, *args, **kwargs: None})
-    return kind(stages, num_microbatches, loss_fn=lambda output, target: output)
+    return build_schedule(kind, stages, num_microbatches, loss_fn=lambda output, target: output)
 
 
 class _Program:

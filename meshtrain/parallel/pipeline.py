@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from meshtrain.compat.distributed import TorchSchedule
 from meshtrain.compat.nn import saved_buffers
-from meshtrain.compat.schedules import leave_gathering_to_fsdp
+from meshtrain.compat.schedules import build_schedule
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
@@ -373,15 +373,14 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
         raise ModelError(NOTHING_TRAINS)
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
     stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
-    schedule = schedule_class(
+    return build_schedule(
+        schedule_class,
         stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
         n_microbatches=labels.shape[0] // pipeline.micro_batch_size,
         loss_fn=loss_function,
         # The loss is already divided by the global token count, and torch would divide again.
         scale_grads=False,
     )
-    leave_gathering_to_fsdp(schedule)
-    return schedule
 
 
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
