@@ -318,6 +318,10 @@ def search(
     gpu: Annotated[str, typer.Option(metavar="NAME", help="The GPU: a name or a machine file.", show_default=False)],
     overrides: Overrides = None,
     top: Annotated[int, typer.Option(min=1, help="Number of plans to show.")] = 10,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="When simulations should end; by default 23 s, and 105 s for more than 64 GPUs."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plan file to write.")] = Path("found-plan.toml"),
 ) -> None:
     """Search the plan that trains a run fastest, and write it.
@@ -335,7 +339,7 @@ def search(
     from meshtrain.planning.search.command import search as search_plans
 
     pinned = {line.partition("=")[0].strip() for line in overrides or ()}
-    search_plans(config, pinned, gpus, gpu, top, out)
+    search_plans(config, pinned, gpus, gpu, top, out, seconds)
 
 
 @app.command()

@@ -22,7 +22,15 @@ from meshtrain.planning.search.wanted import Wanted, wanted_run
 SECONDS, MANY_SECONDS, FEW_PROCESSES = 23.0, 105.0, 64
 
 
-def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str, top: int, out: Path) -> None:
+def search(
+    config: RunConfig,
+    pinned: Collection[str],
+    world_size: int,
+    gpu: str,
+    top: int,
+    out: Path,
+    seconds: float | None = None,
+) -> None:
     """Print the fastest plans for a run, and write the first of them.
 
     Args:
@@ -32,6 +40,7 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
         gpu: name of the machine.
         top: number of plans to print.
         out: the plan file to write.
+        seconds: after which simulations should end; by default a few.
 
     Raises:
         UserError: for a contradiction, a machine that is not known, or if nothing fits.
@@ -45,8 +54,8 @@ def search(config: RunConfig, pinned: Collection[str], world_size: int, gpu: str
     machine = find_machine(gpu, world_size)
     on_host = _on_host(machine)
     wanted = wanted_run(config, machine, world_size)
-    deadline = begun + (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
-    ranking = rank_plans(wanted, pinned, on_host, deadline)
+    seconds = seconds or (SECONDS if world_size <= FEW_PROCESSES else MANY_SECONDS)
+    ranking = rank_plans(wanted, pinned, on_host, begun + seconds)
     console.line(
         f"Of {len(ranking.estimates):,} plans for {world_size} {gpu}, {len(ranking.simulated)} promising or usual ones "
         f"were simulated in {time.monotonic() - begun:.0f} s"
