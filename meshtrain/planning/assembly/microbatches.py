@@ -91,6 +91,7 @@ class _Likes:
     def __init__(self, num_microbatches: int, passes: Sequence[Pass]) -> None:
         self._number, self._middle = num_microbatches, num_microbatches // 2
         self._effects = dict(zip(passes, _effects(passes), strict=True))
+        self._others = sorted(range(num_microbatches), key=lambda other: abs(other - self._middle))
 
     def like(self, wanted: Pass, number: int, effect: _Effect) -> Pass:
         """Return a pass of the short step.
@@ -100,8 +101,7 @@ class _Likes:
             number: of microbatches.
             effect: of the pass.
         """
-        others = sorted(range(self._number), key=lambda other: abs(other - self._middle))
-        near = (wanted._replace(microbatch=it) for it in (self._like(wanted.microbatch, number), *others))
+        near = (wanted._replace(microbatch=it) for it in (self._like(wanted.microbatch, number), *self._others))
         return next(it for it in near if self._effects.get(it) == effect)
 
     def _like(self, microbatch: int, number: int) -> int:
