@@ -32,8 +32,9 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
             parameter.grad = torch.zeros_like(parameter)
             filled.add(name)
     for stage in pipeline.stages:
-        filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
-        stage.filled.clear()
+        if stage.filled:
+            filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
+            stage.filled.clear()
     return filled
 
 
