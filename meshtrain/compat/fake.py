@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import stage as stage_module
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
@@ -225,32 +224,6 @@ def rows_joined() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
-
-
-@contextmanager
-def weights_seen(begin: Callable[[], Callable[[Tensor], None]]) -> Iterator[None]:
-    """Call `begin` in each backward pass of weights, and its result with a weight of each group.
-
-    Why: torch computes the gradients of some weights at a time, in a function without hooks.
-    Holds: torch 2.11 to 2.13.
-    """
-    private: Any = stage_module
-    original = private.stage_backward_weight
-
-    def seen(weights: Any, groups: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(weights, _announced(groups, begin()), *args, **kwargs)
-
-    private.stage_backward_weight = seen
-    try:
-        yield
-    finally:
-        private.stage_backward_weight = original
-
-
-def _announced(groups: Iterable[Any], announce: Callable[[Tensor], None]) -> Iterator[Any]:
-    for group in groups:
-        announce(next(iter(group["params"])).variable)
-        yield group
 
 
 @contextmanager

@@ -192,7 +192,7 @@ class Pipeline:
 
         Over all stages, each parameter of the model appears exactly once.
         """
-        owned = {}
+        owned: dict[str, nn.Parameter] = {}
         for stage in self.stages:
             if not stage.tied:
                 owned |= dict(stage.named_parameters())

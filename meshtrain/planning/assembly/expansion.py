@@ -48,13 +48,8 @@ def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list
     for phase, group in groupby(actions, key=lambda action: action.phase):
         part = list(group)
         is_outside = phase.startswith("after ") and all(action.place in (None, HEAD) for action in part)
-        # The first stage needs no gradients of its inputs, so a pass for them alone does nothing.
-        found += part if is_outside or all(map(_does_nothing, part)) else _phase_with_layers(part, likes)
+        found += part if is_outside else _phase_with_layers(part, likes)
     return found
-
-
-def _does_nothing(action: ActionProfile) -> bool:
-    return not (len(action.changes) or action.work)
 
 
 def _phase_with_layers(actions: list[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import unfuse_adapters
 from meshtrain.models.fused import unfuse
@@ -103,6 +104,8 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         (kind, index % every, _skipped_in_float8(precision, index)) for index, kind in enumerate(layer_kinds(full))
     ]
     stages = _layers_of_stages(run)
+    # Such a schedule computes the gradients of all weights of a stage in one pass.
+    all_layers = all_layers or SCHEDULES[run.plan.pipeline.schedule].splits_backward
     ahead = run.plan.shard.prefetch
     reach = NEAREST if ahead == "implicit" else NEAREST.gathering(ahead)
     kept = [

@@ -112,7 +112,7 @@ def _shortest(run: SimulatedRun, outline: Outline) -> tuple[Sequence[int], Seque
     # Like pp ranks may split the backward passes of different microbatches.
     every = list(range(len(held)))
     found += [(every, every, short) for short in short_pipelines(run, outline, every)]
-    found.sort(key=lambda way: way[2].num_passes)
+    found.sort(key=lambda way: way[2].num_microbatches)
     return next(way for way in found if _shows_all(way[2], run, way[1]))
 
 

@@ -1,9 +1,8 @@
 """A pipeline with those pp ranks alone that differ from each other."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
 from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
@@ -25,14 +24,11 @@ class ShortPipeline:
         run: with its plan and its number of microbatches.
         stages: of the pipeline.
         ranks: for each chosen pp rank, the one that it is here.
-        positions: for each chosen pp rank and each of its stages, the position among the stages of
-            that rank here of one that is like it.
     """
 
     run: SimulatedRun
     stages: tuple[StageOutline, ...]
     ranks: tuple[int, ...]
-    positions: tuple[tuple[int, ...], ...]
 
     @property
     def held(self) -> list[tuple[int, ...]]:
@@ -47,19 +43,12 @@ class ShortPipeline:
             likes: for each pp rank, the index of the chosen one that does the same.
         """
         pairs = zip(stages_of_ranks(run), likes, strict=True)
-        return [
-            {
-                stage: self.held[self.ranks[like]][position]
-                for stage, position in zip(stages, self.positions[like], strict=True)
-            }
-            for stages, like in pairs
-        ]
+        return [dict(zip(stages, self.held[self.ranks[like]], strict=True)) for stages, like in pairs]
 
     @property
-    def num_passes(self) -> int:
-        """Return how many forward passes are simulated, on all chosen pp ranks together."""
-        held = sum(len(self.held[rank]) for rank in self.ranks)
-        return held * num_microbatches(self.run.plan, self.run.batch)
+    def num_microbatches(self) -> int:
+        """Return how many microbatches are simulated, on all chosen pp ranks together."""
+        return len(self.ranks) * num_microbatches(self.run.plan, self.run.batch)
 
     @property
     def orders(self) -> list[list[Pass]]:
@@ -77,13 +66,11 @@ def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) 
         outline: of the run.
         chosen: the pp ranks that differ from each other, ascending.
     """
-    stages_each = run.plan.pipeline.stages_per_rank
-    for kept in dict.fromkeys([_fewest_positions(run, outline, chosen), tuple(range(stages_each))]):
-        alone = _chosen_alone(run, outline, chosen, kept)
-        if alone is not None:
-            yield _shortened(alone, run, 1)
-            yield _shortened(alone, run, 2)
-    full = ShortPipeline(run, outline.stages, tuple(chosen), (tuple(range(stages_each)),) * len(chosen))
+    alone = _chosen_alone(run, outline, chosen)
+    if alone is not None:
+        yield _shortened(alone, run, 1)
+        yield _shortened(alone, run, 2)
+    full = ShortPipeline(run, outline.stages, tuple(chosen))
     times = 1
     while (found := _shortened(full, run, times)).run.batch != run.batch:
         yield found
@@ -91,43 +78,16 @@ def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) 
     yield full
 
 
-def _fewest_positions(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> tuple[int, ...]:
-    """Return the fewest positions at which each chosen pp rank has stages of all its kinds."""
-    held, number = stages_of_ranks(run), run.plan.pipeline.stages_per_rank
-    kinds = [[outline.stages[stage].kind for stage in held[rank]] for rank in chosen]
-    every = tuple(range(number))
-    # Schedules of several stages need at least two, and those with a V need as many as they have.
-    sizes = () if SCHEDULES[run.plan.pipeline.schedule].is_v else range(2, number)
-    choices = (kept for size in sizes for kept in combinations(every, size))
-    return next((kept for kept in choices if all({row[it] for it in kept} == {*row} for row in kinds)), every)
-
-
-def _chosen_alone(
-    run: SimulatedRun, outline: Outline, chosen: Sequence[int], kept: Sequence[int]
-) -> ShortPipeline | None:
-    """Return a pipeline of the chosen pp ranks alone, if they then do the same.
-
-    Args:
-        kept: positions of those of their stages that stay. The others are like one of them.
-    """
+def _chosen_alone(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> ShortPipeline | None:
+    """Return a pipeline of the chosen pp ranks alone, if they then do the same."""
     held = stages_of_ranks(run)
-    ours = [tuple(held[rank][it] for it in kept) for rank in chosen]
-    indices = sorted(stage for stages in ours for stage in stages)
-    stages = tuple(outline.stages[stage] for stage in indices)
+    kept = sorted(stage for rank in chosen for stage in held[rank])
+    stages = tuple(outline.stages[stage] for stage in kept)
     mesh = run.plan.mesh.model_copy(update={"pp": len(chosen)})
-    pipeline = run.plan.pipeline.model_copy(update={"stages_per_rank": len(kept)})
-    short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh, "pipeline": pipeline}))
-    alone = [tuple(indices[stage] for stage in stages) for stages in stages_of_ranks(short)]
-    if not (outline.is_stream and alone == ours and _keeps_patterns(run, stages)):
-        return None
-    positions = tuple(_positions([outline.stages[it].kind for it in held[rank]], kept) for rank in chosen)
-    return ShortPipeline(short, stages, tuple(range(len(chosen))), positions)
-
-
-def _positions(kinds: Sequence[Hashable], kept: Sequence[int]) -> tuple[int, ...]:
-    """Return for each stage of a pp rank the position of itself or a like one among those kept."""
-    first = {kinds[it]: at for at, it in reversed([*enumerate(kept)])}
-    return tuple(kept.index(at) if at in kept else first[kind] for at, kind in enumerate(kinds))
+    short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh}))
+    alone = [tuple(kept[stage] for stage in stages) for stages in stages_of_ranks(short)]
+    is_alike = outline.is_stream and alone == [held[rank] for rank in chosen] and _keeps_patterns(run, stages)
+    return ShortPipeline(short, stages, tuple(range(len(chosen)))) if is_alike else None
 
 
 def stages_of_ranks(run: SimulatedRun) -> list[tuple[int, ...]]:

@@ -21,7 +21,6 @@ from meshtrain.compat.fake import (
     rows_joined,
     tensors_of,
     votes_skipped,
-    weights_seen,
 )
 from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
@@ -91,16 +90,6 @@ class Watch:
             recorder.hold(map(_local, gathered_parameters(module)), Role.GATHERED)
         gradients = [it.grad for it in self._parameters if it.grad is not None]
         recorder.hold(map(_local, gradients), Role.GRADIENTS)
-
-    def begin_weights(self) -> Callable[[Tensor], None]:
-        """Return what is called when the gradients of a weight, and of others with it, are next."""
-        places = {
-            id(parameter): place
-            for stage in self._pipeline.stages
-            for place, layer in enumerate(stage.own_layers())
-            for parameter in layer.parameters()
-        }
-        return lambda weight: self.recorder.move(places.get(id(weight)))
 
     def _watch_layers(self, stage: Stage) -> None:
         layers = stage.own_layers()
@@ -241,7 +230,7 @@ def _record(
         )
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
-        for part in _as_simulated(run, watch):
+        for part in _as_simulated(run, recorder):
             stack.enter_context(part)
         train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
         watch.find_gradients()
@@ -269,9 +258,8 @@ def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[
     return pipeline, run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, CPU, allocation)
 
 
-def _as_simulated(run: SimulatedRun, watch: Watch) -> Iterator[AbstractContextManager[Any]]:
+def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     """Yield what is entered while a step is simulated; the recorder is the last one."""
-    recorder = watch.recorder
     # Compiled layers are simulated as they are written.
     yield torch.compiler.set_stance("force_eager")
     yield votes_skipped()
@@ -283,7 +271,6 @@ def _as_simulated(run: SimulatedRun, watch: Watch) -> Iterator[AbstractContextMa
         yield products_as_on_gpus()
     yield propagation_marked(recorder.hide)
     yield resizes_seen(recorder.resized)
-    yield weights_seen(watch.begin_weights)
     yield recorder
 
 
