@@ -51,7 +51,8 @@ def packable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         # A class of its own may use its weight in another way.
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
             around, _, own = name.rpartition(".")
-            if own not in weights_read_by(type(model.get_submodule(around))):
+            kind = type(model.get_submodule(around))
+            if own not in weights_read_by(kind):  # type: ignore[arg-type]
                 yield name, module
 
 
@@ -127,7 +128,8 @@ def pack(weight: Tensor, packed: Tensor) -> None:
     blocks = weight.to(torch.float32).view(rows, width // BLOCK, BLOCK)
     largest = blocks.abs().amax(-1)
     levels = torch.tensor(LEVELS, device=weight.device)
-    scaled = blocks / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
+    # As bitsandbytes does: a division rounds otherwise, to another level where a number is between.
+    scaled = blocks * (1 / torch.where(largest == 0, 1.0, largest)).unsqueeze(-1)
     codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(rows, width // 2, 2)
     content = torch.cat([codes[..., 0] << 4 | codes[..., 1], largest.view(torch.uint8).view(rows, -1)], dim=1)
     bytes_of_rows = packed.view(torch.uint8)

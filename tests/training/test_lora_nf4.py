@@ -1,5 +1,6 @@
 """Adapters beside a frozen model in four bits (`lora.base = "nf4"`)."""
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mamb
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PrecisionPlan
-from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
@@ -70,6 +71,19 @@ def test_every_number_becomes_the_nearest_level() -> None:
     levels = torch.tensor(LEVELS) * largest.unsqueeze(-1)
     nearest = (blocks.unsqueeze(-1) - levels).abs().argmin(-1, keepdim=True)
     assert torch.equal(found, levels.expand(5, 3, 64, 16).gather(-1, nearest).view(5, 192))
+
+
+def test_numbers_are_packed_as_by_bitsandbytes() -> None:
+    # The same on every machine. With a division by the largest one, one of them had another level.
+    places = torch.arange(39 * 2**18, 40 * 2**18)
+    weight = ((places * 2654435761 % 2**32 - 2**31).double() / 2**31).float().view(256, 1024)
+    packed = torch.zeros(256, row_bytes(1024), dtype=torch.uint8)
+    pack(weight, packed)
+    codes, largest = packed.split([512, 64], dim=1)
+    content = codes.contiguous().numpy().tobytes() + largest.contiguous().numpy().tobytes()
+    # Of what `quantize_4bit(weight, blocksize=64, quant_type="nf4")` of bitsandbytes 0.50 returns.
+    wanted = "b4cddbc04588e90efc24d2438ca9f30f44697c3d8404d7cdbdc166ec7a00f3f2"
+    assert sha256(content).hexdigest() == wanted
 
 
 def test_adapters_train_beside_four_bits_as_beside_the_same_numbers(tmp_path: Path) -> None:
@@ -159,7 +173,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path, changes: dict[str, int
 
 
 def write_mamba(directory: Path) -> Any:
-    """Write a model whose class passes the weights of most projections to kernels, and return it."""
+    """Write a model whose class passes most of its weights to kernels, and return it."""
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=4)
     model = MambaForCausalLM(config).double()
@@ -175,9 +189,7 @@ def mamba_run(directory: Path, mesh: Mesh, name: str, lora: LoraConfig) -> RunCo
 def test_weights_that_a_class_reads_itself_stay_in_full(tmp_path: Path) -> None:
     model = write_mamba(tmp_path)
     lora = LoraConfig(rank=4, alpha=8, base="nf4", target_modules=["in_proj", "x_proj"])
-    run, one = (
-        mamba_run(tmp_path, mesh, name, lora) for mesh, name in (((1, 1, 2, 1), "run"), ((1, 1, 1, 1), "full"))
-    )
+    run, one = (mamba_run(tmp_path, mesh, name, lora) for mesh, name in (((1, 1, 2, 1), "run"), ((1, 1, 1, 1), "full")))
     found = train(run)
     for layer in model.backbone.layers:
         layer.mixer.in_proj.weight.data.copy_(rounded(layer.mixer.in_proj.weight.detach()))
