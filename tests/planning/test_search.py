@@ -359,7 +359,7 @@ WHOLE_EXPERTS = [candidate(1, 1, 8, 1, 1, reshard="always"), candidate(1, 2, 1, 
     ids=["matrices as a whole", "matrices of experts", "many operators"],
 )
 def test_closed_form_knows_the_update(optimizer: str, cases: list[Candidate], model: dict[str, Any]) -> None:
-    # It takes a quarter of the seconds, or more.
+    # Without it, the seconds would be a quarter too few, or more.
     wanted = wanted_model(model, length=512, rows=16, optimizer=optimizer)
     estimator = build_estimator(wanted, {it.kind for it in cases})
     for case in cases:
