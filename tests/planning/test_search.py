@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshtrain import cli
 from meshtrain.config.run import RunConfig
@@ -19,7 +20,9 @@ from meshtrain.planning.search.estimate import Estimate, Estimator
 from meshtrain.planning.search.kinds import build_estimator
 from meshtrain.planning.search.ranking import promising, quickest_first, simulate_all
 from meshtrain.planning.search.reasons import estimated_reason
+from meshtrain.planning.search.update import _shares
 from meshtrain.planning.search.wanted import Wanted, wanted_run
+from meshtrain.training.matrix_exchange import Matrix, _with_owners, cost_of
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
 
@@ -366,6 +369,17 @@ def test_closed_form_knows_the_update(optimizer: str, cases: list[Candidate], mo
         memory, seconds = deviations(estimator, wanted, case)
         assert abs(memory) <= 0.35, case.described()
         assert abs(seconds) <= 0.18, case.described()
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8, 50])
+def test_matrices_are_divided_as_their_owners_divide_them(processes: int) -> None:
+    shapes = {(64, 64): 9, (16, 64): 20, (64, 176): 27, (176, 64): 9}
+    matrices = [Matrix(torch.empty(0), (), shape, {}) for shape, number in shapes.items() for _ in range(number)]
+    loads = dict.fromkeys(range(processes), 0)
+    for it in _with_owners(matrices, processes):
+        loads[it.owner] += cost_of(it.matrix.shape)
+    found = [sum(cost_of(shape) * number for shape, number in owned.items()) for owned in _shares(shapes, processes)]
+    assert {*found} == {*loads.values()}
 
 
 def test_candidates_divide_experts_and_long_sequences() -> None:
