@@ -173,7 +173,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path, changes: dict[str, int
 
 
 def write_mamba(directory: Path) -> Any:
-    """Write a model whose class passes most of its weights to kernels, and return it."""
+    """Write a model whose class passes most weights to kernels, and return it."""
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=4)
     model = MambaForCausalLM(config).double()
