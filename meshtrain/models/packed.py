@@ -51,8 +51,7 @@ def packable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         # A class of its own may use its weight in another way.
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
             around, _, own = name.rpartition(".")
-            kind = type(model.get_submodule(around))
-            if own not in weights_read_by(kind):  # type: ignore[arg-type]
+            if own not in weights_read_by(type(model.get_submodule(around))):
                 yield name, module
 
 
