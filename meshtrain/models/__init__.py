@@ -18,6 +18,7 @@ rotary: rotary modules whose frequencies depend on the sequence length.
 ties: a check of tied weights.
 tiles: random numbers for a sharded tensor.
 tiny: tiny configurations of a model class that still have every part of it.
+tiny_sizes: the sizes of tiny configurations.
 undeclared: configuration values that transformers uses without declaring them.
 values: a check of configuration values.
 weights: pretrained weights from safetensors files.

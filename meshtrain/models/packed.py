@@ -127,7 +127,8 @@ def pack(weight: Tensor, packed: Tensor) -> None:
     blocks = weight.to(torch.float32).view(rows, width // BLOCK, BLOCK)
     largest = blocks.abs().amax(-1)
     levels = torch.tensor(LEVELS, device=weight.device)
-    scaled = blocks / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
+    # As bitsandbytes does: a division rounds otherwise, to another level where a number is between.
+    scaled = blocks * (1 / torch.where(largest == 0, 1.0, largest)).unsqueeze(-1)
     codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(rows, width // 2, 2)
     content = torch.cat([codes[..., 0] << 4 | codes[..., 1], largest.view(torch.uint8).view(rows, -1)], dim=1)
     bytes_of_rows = packed.view(torch.uint8)

@@ -13,67 +13,24 @@ from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import ModelError
 from meshtrain.models.refusals import REFUSALS, refusal_reason
 from meshtrain.models.rotary import rope_tables
+from meshtrain.models.tiny_sizes import (
+    EXPERTS,
+    HEAD_NAMES,
+    HEAD_SIZE,
+    HEADS,
+    PART_SIZES,
+    VOCABULARY,
+    WIDTH_NAMES,
+    WINDOW,
+    sizes_of,
+)
 from meshtrain.models.whole.causal_class import WHOLE_KEY, is_half
 
-HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
-EXPERTS = 4
 SHORT = 8
 """Longer sequences have other rotary frequencies, in a model where these depend on the length."""
 # Norms of small values amplify rounding in training: 100 times per step in Gemma 4, whose attention
 # has no scale.
 NORM_EPSILON = 1e-2
-# Names of sizes in the classes of transformers. A size that a configuration lacks, or has as 0 or
-# None, is left as it is, because 0 and None switch something off.
-WIDTH_NAMES = (
-    *("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "lru_width"),
-    *("dim_model", "embedding_size", "embed_dim", "input_embedding_size", "embedding_dim"),
-)
-HEAD_NAMES = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-    *("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"),
-    "swa_num_attention_heads",
-)
-SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), 16),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim"), HEAD_SIZE),
-    **dict.fromkeys(("rotary_dim", "swa_head_dim", "swa_v_head_dim", "index_head_dim", "dim_head"), HEAD_SIZE),
-    **dict.fromkeys(
-        ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD_SIZE
-    ),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff"), 48),
-    **dict.fromkeys(("dff", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp", "d_inner"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(
-        ("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
-    "zero_expert_num": 2,
-    **dict.fromkeys(
-        ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16
-    ),
-    # Experts are in two groups, and a token goes to one of them.
-    **dict.fromkeys(("n_group", "num_expert_group"), 2),
-    **dict.fromkeys(("topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("num_nextn_predict_layers",), 1),
-    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(
-        ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "index_n_heads", "mamba_n_heads"), HEADS
-    ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
-    "mamba_d_ssm": 2 * HIDDEN,
-    "d_head": HEAD_SIZE,
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "laurel_rank"), WINDOW),
-}
-PART_SIZES = {
-    **SIZES,
-    **dict.fromkeys(WIDTH_NAMES, HEADS * HEAD_SIZE),
-    **dict.fromkeys(HEAD_NAMES, HEADS),
-    **dict.fromkeys(("num_hidden_layers", "num_blocks", "depth"), 1),
-}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
 LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_blocks", "num_layers")
@@ -155,6 +112,7 @@ def shrink(
     heads: int = HEADS,
     keys: int | None = None,
     short: int = SHORT,
+    block: int = 1,
 ) -> PretrainedConfig:
     """Return a tiny configuration of the same class.
 
@@ -169,6 +127,7 @@ def shrink(
         heads: number of attention heads of the copy.
         keys: number of key-value heads of the copy; None: one, some or all, as before.
         short: all sequences of up to this many tokens have the same rotary frequencies.
+        block: as for `sizes_of`.
 
     Raises:
         ModelError: if transformers refuses it.
@@ -178,7 +137,9 @@ def shrink(
         parts = f"; it holds several models ({', '.join(config.sub_configs)})" if config.sub_configs else ""
         raise ModelError(f"a {config.model_type} configuration has no number of layers{parts}")
     try:
-        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads, keys=keys) | _small_rope(text, short))
+        sizes = sizes_of(heads, block)
+        values = _small_values(text, num_layers, sizes, tp=tp, heads=heads, keys=keys)
+        small = type(text)(**values | _small_rope(text, short, sizes["head_dim"]))
         if is_half(text):
             # A tiny copy has no folder, but the class that is made for a language half.
             setattr(small, WHOLE_KEY, True)
@@ -191,10 +152,9 @@ def shrink(
 
 
 def _small_values(
-    config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, keys: int | None
+    config: PretrainedConfig, num_layers: int, sizes: Mapping[str, int], *, tp: int, heads: int, keys: int | None
 ) -> dict[str, Any]:
     values = _values(config)
-    sizes = {**SIZES, **dict.fromkeys(WIDTH_NAMES, heads * HEAD_SIZE), **dict.fromkeys(HEAD_NAMES, heads)}
     shared = min(values.get("num_kv_shared_layers") or 0, num_layers // 2)
     kept = _kept_layers(config, num_layers, shared)
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
@@ -235,16 +195,16 @@ def _computed(config: PretrainedConfig, values: Mapping[str, Any], names: Iterab
     return {name for name in possible if again.get(name) == values[name]}
 
 
-def _small_rope(config: Any, short: int) -> dict[str, Any]:
+def _small_rope(config: Any, short: int, head_size: int) -> dict[str, Any]:
     """Return the values that change where rotary frequencies depend on the sequence length."""
     tables = rope_tables(config)
     kinds = {str(table.get("rope_type")) for table in tables.values()}
     values: dict[str, Any] = {}
     if any("mrope_section" in table for table in tables.values()):
-        parts = {layers: _small_sections(table) for layers, table in tables.items()}
+        parts = {layers: _small_sections(table, head_size) for layers, table in tables.items()}
         values["rope_parameters"] = parts.get(None) or config.rope_parameters | parts
     if "longrope" in kinds:
-        small: dict[Any, Any] = {layers: _small_longrope(table, short) for layers, table in tables.items()}
+        small: dict[Any, Any] = {layers: _small_longrope(table, short, head_size) for layers, table in tables.items()}
         values["rope_parameters"] = small.get(None) or config.rope_parameters | small
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = short
@@ -253,21 +213,21 @@ def _small_rope(config: Any, short: int) -> dict[str, Any]:
     return values
 
 
-def _small_sections(table: Mapping[str, Any]) -> dict[str, Any]:
+def _small_sections(table: Mapping[str, Any], head_size: int) -> dict[str, Any]:
     """Return a table whose sections, for time, height and width, share the pairs of a tiny head."""
     if "mrope_section" not in table:
         return dict(table)
     sections = table["mrope_section"]
-    pairs = int(HEAD_SIZE * table.get("partial_rotary_factor", 1.0)) // 2
+    pairs = int(head_size * table.get("partial_rotary_factor", 1.0)) // 2
     ends = [round(pairs * sum(sections[:number]) / sum(sections)) for number in range(len(sections) + 1)]
     return {**table, "mrope_section": [end - start for start, end in pairwise(ends)]}
 
 
-def _small_longrope(table: Mapping[str, Any], short: int) -> dict[str, Any]:
+def _small_longrope(table: Mapping[str, Any], short: int, head_size: int) -> dict[str, Any]:
     if table.get("rope_type") != "longrope":
         return dict(table)
     # One factor for each pair of rotated elements of a head.
-    width = int(HEAD_SIZE * table.get("partial_rotary_factor", 1.0)) // 2
+    width = int(head_size * table.get("partial_rotary_factor", 1.0)) // 2
     factors = {
         name: [table[name][index * len(table[name]) // width] for index in range(width)]
         for name in ("short_factor", "long_factor")

@@ -14,11 +14,12 @@ def hidden_matrices(stage: Stage) -> set[str]:
     These are parameters of two dimensions, but not embeddings, and stacks of one or several
     matrices for each expert.
     """
-    held = {parameter for layer in stage.own_layers() for parameter in _matrices(layer)}
+    held = {parameter for layer in stage.own_layers() for parameter in matrices_of(layer)}
     return {name for name, parameter in stage.named_parameters() if parameter in held}
 
 
-def _matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
+def matrices_of(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield those parameters of a layer."""
     # A parameter of two dimensions that belongs to experts has a bias for each of them.
     experts = {it for stack in expert_stacks(layer).values() for it in stack.parameters(recurse=False)}
     for module in layer.modules():

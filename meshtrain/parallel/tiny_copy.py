@@ -25,6 +25,7 @@ def tiny_config(
     heads: int = HEADS,
     keys: int | None = None,
     short: int = SHORT,
+    block: int = 1,
 ) -> PretrainedConfig:
     """Return a tiny configuration, as `shrink` does, for a copy that computes in float64.
 
@@ -36,7 +37,7 @@ def tiny_config(
     Raises:
         ModelError: if transformers refuses it.
     """
-    tiny = shrink(config, num_layers, tp=tp, heads=heads, keys=keys, short=short)
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, keys=keys, short=short, block=block)
     if code := getattr(config, "auto_map", None):
         tiny.auto_map = code
         tiny.name_or_path = config.name_or_path

@@ -235,17 +235,17 @@ def _with_owners(matrices: Iterable[Matrix], num_ranks: int) -> Iterator[_Owned]
     A matrix that lies whole on some processes stays on one of them.
     """
     load = [0] * num_ranks
-    for matrix in sorted(matrices, key=_cost, reverse=True):
+    for matrix in sorted(matrices, key=lambda it: cost_of(it.shape), reverse=True):
         size = math.prod(matrix.shape)
         holders = [rank for rank, block in matrix.blocks.items() if _size(block) == size]
         owner = min(holders or range(num_ranks), key=load.__getitem__)
-        load[owner] += _cost(matrix)
+        load[owner] += cost_of(matrix.shape)
         yield _Owned(matrix, owner, _sources(matrix.blocks, owner))
 
 
-def _cost(matrix: Matrix) -> int:
+def cost_of(shape: tuple[int, int]) -> int:
     """Return the work for a matrix, up to a factor."""
-    short, long = sorted(matrix.shape)
+    short, long = sorted(shape)
     return short * short * (2 * long + short)
 
 

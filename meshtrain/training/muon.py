@@ -67,7 +67,7 @@ class Muon(Optimizer):
                     state[MOMENTUM] = torch.zeros_like(parameter)
                 momentum = state[MOMENTUM]
                 momentum.lerp_(gradient, 1 - group["muon_momentum"])
-                found[parameter] = gradient.lerp(momentum, group["muon_momentum"]).to(_format(parameter.dtype))
+                found[parameter] = gradient.lerp(momentum, group["muon_momentum"]).to(computed_format(parameter.dtype))
         return found
 
     def _update_by_adamw(self, group: Mapping[str, Any]) -> None:
@@ -82,7 +82,8 @@ class Muon(Optimizer):
             fused_adamw(group, trained, means, squares, steps)
 
 
-def _format(dtype: torch.dtype) -> torch.dtype:
+def computed_format(dtype: torch.dtype) -> torch.dtype:
+    """Return the number format in which matrices of another one are computed, and travel."""
     # torch computes in bfloat16 always. A proof in float64 needs all digits.
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 

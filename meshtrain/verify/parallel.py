@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.models.lora import make_adapters
+from meshtrain.models.packed import packed_projections, unpack
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.experts.stacks import selection_biases
+from meshtrain.parallel.packing import make_packing
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.routers.formulas import AUXILIARY_LOSS, Z_LOSS
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
@@ -133,13 +136,16 @@ def _over_tp(pipeline: Pipeline, output: Tensor, length: int) -> Tensor:
 def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
     """Copy stock weights into the shards of this process."""
     parts = split_parts(stock, pipeline.fused)
-    canonical = pipeline.canonical_names()
+    canonical, packed = pipeline.canonical_names(), _packed(pipeline)
     with torch.no_grad():
         for name, parameter in pipeline.named_parameters():
-            value = parts[canonical[name]]
-            for dim, index in enumerate(local_indices(parameter)):
+            packing = make_packing(name, packed[name]) if name in packed else None
+            target, value = parameter if packing is None else packing.weight, parts[canonical[name]]
+            for dim, index in enumerate(local_indices(target)):
                 value = value.index_select(dim, index)
-            local_tensor(parameter).copy_(value)
+            local_tensor(target).copy_(value)
+            if packing is not None:
+                packing.finish()
 
 
 def build_step_context(
@@ -206,6 +212,7 @@ def build_on_ranks(case: ProofCase, plan: ParallelPlan) -> Pipeline:
         device=torch.device("cpu"),
         router=case.router,
         adapters=adapters,
+        packs_base=case.lora.base == "nf4",
     )
 
 
@@ -225,4 +232,11 @@ def _selection_biases(pipeline: Pipeline) -> dict[str, Tensor]:
 
 def _gather(pipeline: Pipeline) -> dict[str, Tensor]:
     whole = {name: full_tensor(p.detach()).clone() for name, p in pipeline.owned_parameters().items()}
+    for name, module in _packed(pipeline).items():
+        whole[name] = unpack(whole[name], module.in_features, whole[name].dtype)
     return join_parts(whole, pipeline.fused)
+
+
+def _packed(pipeline: Pipeline) -> dict[str, Any]:
+    """Return FQN of the weight -> projection, for those with packed weights."""
+    return dict(entry for stage in pipeline.stages for entry in packed_projections(stage.model))

@@ -13,8 +13,9 @@ from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
-from meshtrain.models.adapters import stock_name
+from meshtrain.models.adapters import stock_name, without_adapters
 from meshtrain.models.lora import adapted_model
+from meshtrain.models.packed import pack, packable, row_bytes, unpack
 from meshtrain.models.saved_modules import let_train
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
@@ -39,6 +40,9 @@ def train_stock(case: ProofCase, initial: dict[str, Tensor], *, neighbor: int | 
     weights = with_noise(initial)
     with float32_casts_lifted():
         copy_weights_into(model, weights if neighbor is None else neighbor_of(weights, neighbor))
+        if case.lora.base == "nf4":
+            with without_adapters(model):
+                round_projections(model)
         layers = keep_outputs(dict(_named_layers(model)))
         trace = train_model(model, case.batches(), case.router, objective=case.objective)
     trace.initial = {} if case.pretrained else initial
@@ -76,6 +80,19 @@ def copy_weights_into(model: PreTrainedModel, values: Mapping[str, Tensor]) -> N
     with torch.no_grad():
         for name, parameter in _parameters(model):
             parameter.copy_(values[name])
+
+
+@torch.no_grad()
+def round_projections(model: PreTrainedModel) -> None:
+    """Replace the weights of frozen projections by the numbers that four bits keep of them.
+
+    Args:
+        model: without adapters.
+    """
+    for _, module in packable(model):
+        packed = torch.empty(module.out_features, row_bytes(module.in_features), dtype=torch.uint8)
+        pack(module.weight, packed)
+        module.weight.copy_(unpack(packed, module.in_features, module.weight.dtype))
 
 
 def train_model(

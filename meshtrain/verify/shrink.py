@@ -82,8 +82,6 @@ def shrink_lora(lora: LoraConfig) -> LoraConfig:
             "rank": rank,
             "alpha": None if lora.alpha is None else lora.alpha * rank / lora.rank,
             "dropout": 0.0,
-            # A tiny model has too few inputs for a block.
-            "base": "parameters",
             "target_modules": targets if isinstance(targets, str) else _of_all_layers(targets),
             "modules_to_save": _of_all_layers(lora.modules_to_save),
         }

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.config.data import DataConfig
 from meshtrain.config.families import with_family
@@ -13,12 +13,15 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
+from meshtrain.errors import ConfigError, Problem
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.lora import make_adapters
+from meshtrain.models.packed import BLOCK
 from meshtrain.models.tiny import HEADS, SHORT, key_value_heads
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.tensor.adapters import check_adapters_of
 from meshtrain.parallel.tensor.head_share import uneven_heads
 from meshtrain.parallel.tensor.styles import STYLES
@@ -167,7 +170,8 @@ def make_case(
     # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
     keys = _keys(hf_config, max(real.tp, mesh.tp))
-    make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, keys=keys, short=short)
+    block = BLOCK if lora.base == "nf4" else 1
+    make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, keys=keys, short=short, block=block)
     build = partial(build_meta_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plans = {number: deeper for deeper, number in deepen(plan)}
     number, tiny, model = copy_with_all_kinds(layer_kinds(build(hf_config)), plans, make, build)
@@ -180,6 +184,7 @@ def make_case(
     lora = shrink_lora(lora)
     if lora.rank is not None:
         check_adapters_of(model, make_adapters(model, lora), plan)
+        _check_packing(model, lora, plan)
     return ProofCase(
         architecture=type(model).__name__,
         hf_config=tiny,
@@ -193,3 +198,16 @@ def make_case(
         objective=objective,
         lora=lora,
     )
+
+
+def _check_packing(model: PreTrainedModel, lora: LoraConfig, plan: ParallelPlan) -> None:
+    """Check that the tiny model can be kept in the format that the run asks for.
+
+    Raises:
+        ConfigError: if it cannot, although the model itself can.
+    """
+    try:
+        check_packing(model, lora, plan)
+    except ConfigError as error:
+        advice = "prove it with lora.base = 'parameters'"
+        raise ConfigError(Problem(f"a tiny copy: {it.found}", advice) for it in error.problems) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshtrain import cli
 from meshtrain.config.run import RunConfig
@@ -19,7 +20,9 @@ from meshtrain.planning.search.estimate import Estimate, Estimator
 from meshtrain.planning.search.kinds import build_estimator
 from meshtrain.planning.search.ranking import promising, quickest_first, simulate_all
 from meshtrain.planning.search.reasons import estimated_reason
+from meshtrain.planning.search.update import _shares
 from meshtrain.planning.search.wanted import Wanted, wanted_run
+from meshtrain.training.matrix_exchange import Matrix, _with_owners, cost_of
 from tests.planning.files import RUN as PIPELINE_RUN
 from tests.planning.files import write_machine, write_run
 
@@ -292,6 +295,14 @@ MIXTRAL = {
         "vocab_size": 32_000,
     },
 }
+DENSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+}
 EXPERTS = [
     candidate(1, 1, 8, 1, 2, reshard="always"),
     candidate(1, 1, 1, 1, 2, ep=8, reshard="always"),
@@ -305,25 +316,70 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("cases", "length", "rows"), [(EXPERTS, 1024, 64), (PARTS, 16_384, 8)], ids=["experts", "parts of sequences"]
-)
-def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate], length: int, rows: int) -> None:
-    machine = find_machine("h100-80gb", 8)
+def wanted_model(model: dict[str, Any], *, length: int, rows: int, optimizer: str = "adamw") -> Wanted:
+    """Return a run of a model on 8 processes, whose plan is searched."""
     table = {
         "run_directory": "search",
         "steps": 1,
         "global_batch_size": rows,
-        "model": MIXTRAL,
+        "model": model,
         "data": {"sequence_length": length, "tokenizer": {"vocab_size": 32_000}},
+        "optimizer": {"name": optimizer, "learning_rate": 1e-3},
         "plan": {"precision": {"compute": "bfloat16"}},
     }
-    wanted = wanted_run(RunConfig.model_validate(table), machine, 8)
+    return wanted_run(RunConfig.model_validate(table), find_machine("h100-80gb", 8), 8)
+
+
+@pytest.mark.parametrize(
+    ("cases", "length", "rows"), [(EXPERTS, 1024, 64), (PARTS, 16_384, 8)], ids=["experts", "parts of sequences"]
+)
+def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate], length: int, rows: int) -> None:
+    wanted = wanted_model(MIXTRAL, length=length, rows=rows)
     estimator = build_estimator(wanted, {it.kind for it in cases})
     for case in cases:
         memory, seconds = deviations(estimator, wanted, case)
         assert abs(memory) <= 0.35, case.described()
         assert abs(seconds) <= 0.35, case.described()
+
+
+WHOLE = [
+    candidate(1, 1, 8, 1, 1, reshard="always"),
+    candidate(1, 8, 1, 1, 1),
+    candidate(1, 2, 2, 2, 1),
+    candidate(4, 1, 2, 1, 1),
+    candidate(1, 1, 8, 1, 1, offload="cpu"),
+]
+WHOLE_EXPERTS = [candidate(1, 1, 8, 1, 1, reshard="always"), candidate(1, 2, 1, 1, 1, ep=4)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cases", "model"),
+    [
+        ("muon", WHOLE, {"type": "llama", "config": DENSE}),
+        ("muon", WHOLE_EXPERTS, MIXTRAL),
+        ("adafactor", WHOLE[:1], {"type": "llama", "config": DENSE}),
+    ],
+    ids=["matrices as a whole", "matrices of experts", "many operators"],
+)
+def test_closed_form_knows_the_update(optimizer: str, cases: list[Candidate], model: dict[str, Any]) -> None:
+    # Without it, the seconds would be a quarter too few, or more.
+    wanted = wanted_model(model, length=512, rows=16, optimizer=optimizer)
+    estimator = build_estimator(wanted, {it.kind for it in cases})
+    for case in cases:
+        memory, seconds = deviations(estimator, wanted, case)
+        assert abs(memory) <= 0.35, case.described()
+        assert abs(seconds) <= 0.18, case.described()
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8, 50])
+def test_matrices_are_divided_as_their_owners_divide_them(processes: int) -> None:
+    shapes = {(64, 64): 9, (16, 64): 20, (64, 176): 27, (176, 64): 9}
+    matrices = [Matrix(torch.empty(0), (), shape, {}) for shape, number in shapes.items() for _ in range(number)]
+    loads = dict.fromkeys(range(processes), 0)
+    for it in _with_owners(matrices, processes):
+        loads[it.owner] += cost_of(it.matrix.shape)
+    found = [sum(cost_of(shape) * number for shape, number in owned.items()) for owned in _shares(shapes, processes)]
+    assert {*found} == {*loads.values()}
 
 
 def test_candidates_divide_experts_and_long_sequences() -> None:

@@ -21,6 +21,7 @@ from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
 from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_seconds
+from meshtrain.planning.search.update import LARGE, Held, joined, num_numbers, update_seconds
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
 
@@ -31,8 +32,6 @@ ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
 # of parameters.
 MORE_ROWS = 4
-# Shape of a matrix in a usual model: what an optimizer keeps may depend on it.
-LARGE = (4_096, 4_096)
 # Between its two parts, a backward pass keeps gradients too.
 SPLIT = 1.3
 
@@ -50,6 +49,7 @@ class ModelSizes:
         head_flops: per token, after the layers.
         exchanged: number of elements that travel to experts and back for a token, in a layer.
         keys: number of elements of keys and values of a token, in a layer.
+        matrices: of each layer, those that the optimizer updates as a whole; empty: none.
     """
 
     layers: tuple[int, ...]
@@ -60,6 +60,7 @@ class ModelSizes:
     head_flops: float
     exchanged: int
     keys: int
+    matrices: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Estimator:
         plan: of the run, for its number formats.
         kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
             matrix of the layers -> bytes that the run keeps for the part between steps, besides it.
+        touched: as `touched_bytes` returns it.
         batch: shape of the batches.
         sizes: of the model.
         needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
@@ -97,6 +99,7 @@ class Estimator:
         self,
         plan: ParallelPlan,
         kept: Callable[..., int],
+        touched: float,
         batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
@@ -104,16 +107,18 @@ class Estimator:
     ) -> None:
         self._plan, self._sizes = plan, sizes
         self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
-        self._needs, self._speed = needs, speed
+        self._needs, self._speed, self._touched = needs, speed, touched
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
+        self._parameters: torch.dtype = getattr(torch, plan.precision.parameters)
         self._kept = tuple(kept(self._parameter, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
         self._rates = cache(self._mesh_rates)
         self._messages = cache(self._message_seconds)
+        self._matrices = cache(self._matrix_seconds)
 
     def knows(self, candidate: Candidate) -> bool:
         """Return whether the layers of a candidate were simulated."""
@@ -201,7 +206,7 @@ class Estimator:
         total = number * busy + max(shape.layers) * parts.reducing_seconds + self._bubble(candidate, busy, number)
         exposed = self._gather_seconds(candidate, number, parts.forward_seconds, parts.backward_seconds)
         exposed += self._replica_seconds(candidate, parts.backward_seconds)
-        update = self._update_seconds(candidate, max(map(sum, zip(shape.parameters, shape.experts, strict=True))))
+        update = max(self._update_seconds(candidate, *updated) for updated in shape.updated)
         return total + exposed + update + self._border_seconds(candidate)
 
     def _parts_of(self, candidate: Candidate) -> LayerSeconds:
@@ -248,6 +253,9 @@ class Estimator:
 
     def _message_seconds(self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str) -> float:
         return self._rates(mesh, offload).message_seconds(Work(name, None, 0, num_bytes, axis))
+
+    def _matrix_seconds(self, matrices: Held, mesh: tuple[int, ...], offload: str) -> float:
+        return update_seconds(matrices, mesh, self._parameters, self._rates(mesh, offload))
 
     def _bubble(self, candidate: Candidate, busy: float, number: int) -> float:
         """Return the seconds in which a process waits for the first and the last microbatches."""
@@ -300,13 +308,13 @@ class Estimator:
         layers = len(self._sizes.layers) / candidate.pp
         return layers * (max(0.0, reduce - backward) if self._speed.is_asynchronous else reduce)
 
-    def _update_seconds(self, candidate: Candidate, parameters: int) -> float:
-        shard = self._shard(candidate, parameters)
+    def _update_seconds(self, candidate: Candidate, matrices: Held, others: int) -> float:
+        whole = self._matrices(matrices, candidate.mesh, candidate.offload) if matrices else 0.0
+        shard = self._shard(candidate, others)
         rate = self._speed.memory_gb_per_second[-1][1]
         if candidate.offload == "cpu":
             rate = self._speed.host_memory_gb_per_second
-        # Parameters, gradients and two moments are read, and three of them are written.
-        return 7 * self._sizes.trained_share * shard * self._parameter / (rate * GB)
+        return whole + self._touched * self._sizes.trained_share * shard / (rate * GB)
 
     def _border_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of messages between stages that a process waits for."""
@@ -337,6 +345,8 @@ class _Shape:
         parameters: number of parameters, without experts.
         experts: number of parameters of experts.
         around: number of parameters that belong to no layer.
+        updated: matrices that are updated as a whole, and number of other parameters; equal ones
+            once.
         head_rank: the one that holds the head.
     """
 
@@ -344,6 +354,7 @@ class _Shape:
     parameters: tuple[int, ...]
     experts: tuple[int, ...]
     around: tuple[int, ...]
+    updated: frozenset[tuple[Held, int]]
     head_rank: int
 
 
@@ -351,16 +362,23 @@ class _Shape:
 def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSizes) -> _Shape:
     owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages_per_rank), pp)
     layers, parameters, experts, begin = [0] * pp, [0] * pp, [0] * pp, 0
+    matrices: list[list[Held]] = [[] for _ in range(pp)]
     for number, owner in zip(balanced_layers(sizes.layer_flops, sizes.head_flops, len(owners)), owners, strict=True):
         layers[owner] += number
         parameters[owner] += sum(sizes.layers[begin : begin + number])
         experts[owner] += sum(sizes.experts[begin : begin + number])
+        matrices[owner] += sizes.matrices[begin : begin + number]
         begin += number
     around = [0] * pp
     around[owners[0]] += sizes.around[0]
     around[owners[-1]] += sizes.around[1]
     parameters = [own + others for own, others in zip(parameters, around, strict=True)]
-    return _Shape(tuple(layers), tuple(parameters), tuple(experts), tuple(around), owners[-1])
+    held = [joined(of_rank) for of_rank in matrices]
+    updated = frozenset(
+        (own, others + of_experts - num_numbers(own))
+        for own, others, of_experts in zip(held, parameters, experts, strict=True)
+    )
+    return _Shape(tuple(layers), tuple(parameters), tuple(experts), tuple(around), updated, owners[-1])
 
 
 @cache

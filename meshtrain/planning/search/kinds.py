@@ -1,16 +1,21 @@
 """What the layers of each kind of candidates need, from simulations."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+import torch
 from transformers import PretrainedConfig
 
 from meshtrain.config.plan import TensorPlan
 from meshtrain.errors import UserError
+from meshtrain.models.copying import copy_module
 from meshtrain.models.flops import flops_of_layers
+from meshtrain.models.fused import unfuse
 from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.experts.stacks import expert_stacks
+from meshtrain.parallel.matrices import matrices_of
 from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
@@ -18,6 +23,7 @@ from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.search.candidates import Kind
 from meshtrain.planning.search.estimate import MORE_ROWS, Estimator, ModelSizes
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
+from meshtrain.planning.search.update import Held, Matrices, joined, touched_bytes
 from meshtrain.planning.search.wanted import Wanted
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.profile import RankProfile
@@ -50,7 +56,9 @@ def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
     if not needs:
         raise refusals[0]
     batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
-    return Estimator(wanted.base.plan, wanted.config.kept_bytes, batch, sizes, needs, speed)
+    parameters: torch.dtype = getattr(torch, wanted.base.plan.precision.parameters)
+    touched = touched_bytes(wanted.config.optimizer, parameters)
+    return Estimator(wanted.base.plan, wanted.config.kept_bytes, touched, batch, sizes, needs, speed)
 
 
 @dataclass
@@ -131,6 +139,21 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
         head_flops=after,
         exchanged=hidden * _num_choices(base.model.config.get_text_config()),
         keys=2 * hidden if heads is None else 2 * hidden * heads.keys // heads.queries,
+        matrices=_matrices(base) if base.config.optimizer.takes_whole_matrices else (),
+    )
+
+
+def _matrices(base: ResolvedRun) -> tuple[Held, ...]:
+    """Return the matrices of each layer that the optimizer updates as a whole."""
+    model = copy_module(base.model, {})
+    unfuse(model, base.plan.tensor.fused)
+    _, layers = find_layers(model)
+    return tuple(
+        joined(
+            ((Matrices((rows, columns), of_experts=bool(stack)), math.prod(stack)),)
+            for *stack, rows, columns in (it.shape for it in matrices_of(layer) if it.requires_grad)
+        )
+        for layer in layers
     )
 
 
