@@ -55,7 +55,7 @@ class OptimizerKind(NamedTuple):
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adafactor": OptimizerKind("Adafactor", 1, ("beta1", "beta2", "epsilon", "state")),
     "adamw": OptimizerKind("AdamW", 2),
-    "adamw-8bit": OptimizerKind("AdamW8bit", 2, ("state",)),
+    "adamw-8bit": OptimizerKind("BlockwiseAdamW", 2, ("state",)),
     "adamw-schedule-free": OptimizerKind("ScheduleFreeAdamW", 2, ("state",)),
     "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
     "muon": OptimizerKind("Muon", 2, ("state",), num_matrix_states=1),

@@ -18,7 +18,7 @@ from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
 from meshtrain.training.adafactor import Adafactor
-from meshtrain.training.adamw_8bit import AdamW8bit
+from meshtrain.training.blockwise_adamw import BlockwiseAdamW
 from meshtrain.training.lion import Lion
 from meshtrain.training.matrix_exchange import MatrixExchange
 from meshtrain.training.muon import Muon
@@ -104,7 +104,7 @@ def optimizer_over(
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
     if config.name == "adamw-8bit":
         shapes: dict[Tensor, Sequence[int]] = {it: full.get(it, it).shape for _, it in parameters}
-        return AdamW8bit(groups, shapes, weight_decay=config.weight_decay, **options)
+        return BlockwiseAdamW(groups, shapes, weight_decay=config.weight_decay, **options)
     if config.name == "adamw-schedule-free":
         return ScheduleFreeAdamW(groups, weight_decay=config.weight_decay, **options)
     if config.name == "muon":

@@ -26,7 +26,7 @@ def scale_of(moment: str) -> str:
     return f"{moment}_scale"
 
 
-class AdamW8bit(PerParameter, AdamW):
+class BlockwiseAdamW(PerParameter, AdamW):
     """AdamW whose moments have 8 bits between steps, and a scale for each block of a row.
 
     A step computes in float32 at least, as AdamW does, some rows at a time. Then each moment is

@@ -9,42 +9,44 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3 import modeling_qwen3
 
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.optimizer import MOMENT_BLOCK, GroupConfig, OptimizerConfig, has_8bit_moments
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel.account import account
-from meshtrain.training.adamw_8bit import AdamW8bit
-from meshtrain.training.dynamic_map import dynamic_map, levels_of
+from meshtrain.training.blockwise_adamw import BlockwiseAdamW
+from meshtrain.training.dynamic_map import levels_of
 from meshtrain.training.optim import optimizer_over
 from meshtrain.training.parameter_groups import parameter_groups
 from meshtrain.training.resolve import resolve_run
-from meshtrain.verify.case import Trace, with_noise
+from meshtrain.verify.case import ProofCase, Trace, with_noise
 from meshtrain.verify.parallel import train_pipeline
 from meshtrain.verify.reference import build_stock, copy_weights, copy_weights_into, train_model
 from tests.casts import lift_float32_casts
+from tests.parallel.test_context import case_of
 from tests.parity import GPT2, LLAMA, Case, assert_equal_to_reference, batches, build, fill
 from tests.ranks import run_on_ranks
-from tests.training.runs import QWEN3, VOCABULARY, build_plan, build_run, read_checkpoint, steps_of, train_here
+from tests.training.lora_runs import train, write_base
+from tests.training.runs import QWEN3, VOCABULARY, build_plan, build_run, read_checkpoint
+from tests.training.test_optimizers import train_experts
 
 # Loaded before casts are lifted.
-MODELLING = (modeling_gpt2, modeling_llama, modeling_qwen3)
+MODELLING = (modeling_gpt2, modeling_llama, modeling_mixtral, modeling_qwen3)
 WIDTH = 2 * MOMENT_BLOCK
+ALONE = MeshPlan(dp_shard=1)
+SIZES = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": WIDTH // 4}
 WIDE = {
-    "llama-untied": ModelConfig(
-        type="llama",
-        config={**LLAMA, "hidden_size": WIDTH, "intermediate_size": WIDTH, "tie_word_embeddings": False},
-    ),
+    "llama-untied": ModelConfig(type="llama", config={**LLAMA, **SIZES, "tie_word_embeddings": False}),
     "gpt2-tied": ModelConfig(type="gpt2", config={**GPT2, "n_embd": WIDTH, "n_inner": WIDTH}),
 }
-QWEN3_WIDE = ModelConfig(
-    type="qwen3",
-    config={"vocab_size": VOCABULARY, **QWEN3, "hidden_size": WIDTH, "intermediate_size": WIDTH}
-    | {"head_dim": WIDTH // 4},
-)
+QWEN3_WIDE = {"vocab_size": VOCABULARY, **QWEN3, **SIZES}
+# Two moments of an embedding, and of seven matrices of each layer, or of their adapters.
+NUMBERS_OF_CODES = {"qwen3": 2 * (1 + 4 * 7), "adapters": 2 * 4 * 7 * 2}
 GROUP = GroupConfig(parameters=["model.layers.*.mlp"], learning_rate=5e-4, weight_decay=0.0)
 CONFIG = OptimizerConfig(name="adamw-8bit", learning_rate=1e-3, epsilon=1e-4, max_gradient_norm=0.5)
 CASES = {
@@ -96,18 +98,21 @@ def stock(model: str) -> Any:
     return build_stock(load_hf_config(WIDE[model]))
 
 
-def train_stock(model: str, config: OptimizerConfig) -> Trace:
-    lift_float32_casts()
-    found = stock(model)
-    copy_weights_into(found, with_noise(copy_weights(found)))
+def plain_8bit(model: nn.Module, config: OptimizerConfig) -> Plain8bit:
     groups = []
-    for name, parameter in found.named_parameters():
+    for name, parameter in model.named_parameters():
         rate, decay = config.learning_rate, config.weight_decay if parameter.dim() > 1 else 0.0
         if config.groups and ".mlp." in name:
             rate, decay = 5e-4, 0.0
         groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
-    betas = config.beta1, config.beta2
-    return train_model(found, batches(), optimizer=Plain8bit(groups, {"betas": betas, "eps": config.epsilon}))
+    return Plain8bit(groups, {"betas": (config.beta1, config.beta2), "eps": config.epsilon})
+
+
+def train_stock(model: str, config: OptimizerConfig) -> Trace:
+    lift_float32_casts()
+    found = stock(model)
+    copy_weights_into(found, with_noise(copy_weights(found)))
+    return train_model(found, batches(), optimizer=plain_8bit(found, config))
 
 
 def train_all(cases: list[Case], configs: list[OptimizerConfig]) -> list[Trace]:
@@ -132,62 +137,53 @@ def test_every_mesh_computes_what_one_process_does() -> None:
             assert_equal_to_reference([traces[number] for traces in answers], wanted[case.model])
 
 
-def run_of(directory: Path, model: ModelConfig, mesh: MeshPlan, steps: int = 1) -> RunConfig:
-    plan = build_plan((1, 1, 1, 1)).model_copy(update={"mesh": mesh})
-    run = build_run(directory, "qwen3", plan)
-    return run.model_copy(update={"model": model, "optimizer": CONFIG, "steps": steps})
+def wide_experts(mesh: dict[str, int]) -> ProofCase:
+    case = case_of("mixtral", mesh)
+    case.hf_config.update(SIZES)
+    return case
 
 
-def train(run: RunConfig) -> list[float]:
-    """Train on as many ranks as the plan needs, and return the losses."""
-    run_on_ranks(run.plan.mesh.fixed_degree, train_here, run, joins=False)
-    return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
+def train_stock_experts(case: ProofCase) -> tuple[dict[str, Tensor], Trace]:
+    lift_float32_casts()
+    model = build_stock(case.hf_config, attention=case.attention)
+    weights = with_noise(copy_weights(model))
+    copy_weights_into(model, weights)
+    return weights, train_model(model, case.batches(), optimizer=plain_8bit(model, CONFIG))
 
 
-def test_run_resumes_on_other_meshes(tmp_path: Path) -> None:
-    wanted = train(run_of(tmp_path / "whole", QWEN3_WIDE, MeshPlan(), steps=4))
-    meshes = MeshPlan(dp_shard=2), MeshPlan(dp_shard=1, tp=2), MeshPlan(dp_shard=1, pp=2), MeshPlan()
+def test_stacks_of_experts_have_the_same_blocks_on_every_mesh() -> None:
+    cases = [wide_experts(mesh) for mesh in ({"ep": 2}, {"tp": 2}, {"dp_shard": 2})]
+    wanted = [run_on_ranks(1, train_stock_experts, case)[0] for case in cases]
+    answers = run_on_ranks(2, train_experts, cases, [weights for weights, _ in wanted], CONFIG)
+    for number, (_, trace) in enumerate(wanted):
+        assert_equal_to_reference([traces[number] for traces in answers], trace)
+
+
+def run_of(directory: Path, kind: str, mesh: MeshPlan, steps: int = 1, **sizes: int) -> RunConfig:
+    """Return a run of a wide Qwen3, or of adapters beside a base in the directory above."""
+    run = build_run(directory, "qwen3", build_plan((1, 1, 1, 1)).model_copy(update={"mesh": mesh}))
+    if kind == "adapters":
+        base = ModelConfig(path=str(directory.parent / "base"), weights="pretrained")
+        run = run.model_copy(update={"model": base, "lora": LoraConfig(rank=64, alpha=128)})
+    else:
+        run = run.model_copy(update={"model": ModelConfig(type="qwen3", config={**QWEN3_WIDE, **sizes})})
+    return run.model_copy(update={"optimizer": CONFIG, "steps": steps})
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "adapters"])
+def test_run_resumes_on_other_meshes(kind: str, tmp_path: Path) -> None:
+    write_base(tmp_path, **SIZES)
+    wanted = train(run_of(tmp_path / "whole", kind, ALONE, steps=4))
+    meshes = MeshPlan(dp_shard=2), MeshPlan(dp_shard=1, tp=2), MeshPlan(dp_shard=1, pp=2), ALONE
     for steps, mesh in enumerate(meshes, start=1):
-        found = train(run_of(tmp_path / "other", QWEN3_WIDE, mesh, steps=steps))
+        found = train(run_of(tmp_path / "other", kind, mesh, steps=steps))
     assert found == pytest.approx(wanted, rel=1e-12)
     ours, theirs = (read_checkpoint(tmp_path / name) for name in ("other", "whole"))
     assert ours.keys() == theirs.keys()
     codes = [key for key, value in theirs.items() if value.dtype == torch.uint8]
-    # Two moments of an embedding, and of seven matrices of each layer.
-    assert len(codes) == 2 * (1 + 7 * 4)
+    assert len(codes) == NUMBERS_OF_CODES[kind]
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=0.0 if key in codes else 1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("signed", "some"),
-    [
-        # As `create_dynamic_map` of bitsandbytes 0.50 and torchao 0.18 has them.
-        (True, {0: -0.9929687976837158, 126: -5.5e-7, 127: 0.0, 128: 5.5e-7, 200: 0.23359374701976776, 255: 1.0}),
-        (False, {0: 0.0, 1: 3.25e-7, 2: 7.75e-7, 127: 0.103515625, 254: 0.9964843988418579, 255: 1.0}),
-    ],
-)
-def test_levels_are_those_of_8_bit_adam(signed: bool, some: dict[int, float]) -> None:
-    levels = levels_of(signed=signed)
-    assert len(levels) == 256 == len({*levels})
-    assert levels == sorted(levels)
-    assert {index: levels[index] for index in some} == pytest.approx(some, rel=1e-6)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_numbers_become_the_nearest_levels_of_their_block(signed: bool) -> None:
-    stream = torch.Generator().manual_seed(0)
-    # From very small to very large, and a block of zeros.
-    values = torch.randn(6, WIDTH, generator=stream) * 10.0 ** torch.randint(-9, 9, (6, WIDTH), generator=stream)
-    values[2, :MOMENT_BLOCK] = 0
-    values = values if signed else values.abs()
-    codes, scales = torch.zeros(6, WIDTH, dtype=torch.uint8), torch.zeros(6, 2)
-    found = dynamic_map(signed=signed, dtype=torch.float32, device=torch.device("cpu"))
-    found.pack(values.clone(), codes, scales)
-    assert torch.equal(scales, values.unflatten(-1, (2, -1)).abs().amax(-1))
-    assert torch.equal(found.unpack(codes, scales), rounded(values, signed=signed).float())
-    if not signed:
-        assert torch.equal(found.unpack(codes, scales) > 0, values > 0)
 
 
 def over(parameter: nn.Parameter, config: OptimizerConfig = CONFIG) -> Optimizer:
@@ -241,7 +237,7 @@ def test_bytes_of_state_are_those_that_are_kept(shape: tuple[int, ...], dtype: t
     optimizer = over(parameter)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert isinstance(optimizer, AdamW8bit)
+    assert isinstance(optimizer, BlockwiseAdamW)
     kept = [it for it in optimizer.state[parameter].values() if it.dim() > 0]
     known = CONFIG.state_bytes(dtype.itemsize, shape, shape, of_matrix=True)
     assert sum(it.nbytes for it in kept) == known == bytes_kept
@@ -274,7 +270,7 @@ def test_losses_are_close_to_those_of_adamw() -> None:
 
 
 def test_check_counts_what_the_meshes_keep(tmp_path: Path) -> None:
-    resolved = resolve_run(run_of(tmp_path, QWEN3_WIDE, MeshPlan(dp_shard=1, tp=2)))
+    resolved = resolve_run(run_of(tmp_path / "run", "qwen3", MeshPlan(dp_shard=1, tp=2)))
     (stage,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes)
     vectors = 4 * (2 * WIDTH + 2 * WIDTH // 4) + WIDTH
     of_matrices = (VOCABULARY * WIDTH + 7 * 4 * WIDTH**2) // 2
@@ -302,9 +298,8 @@ def test_check_counts_what_the_meshes_keep(tmp_path: Path) -> None:
 def test_plans_that_cut_a_block_are_refused(
     changes: dict[str, int], mesh: MeshPlan, message: str, tmp_path: Path
 ) -> None:
-    model = ModelConfig(type="qwen3", config={**QWEN3_WIDE.config, **changes})
     with pytest.raises(ConfigError) as caught:
-        resolve_run(run_of(tmp_path, model, mesh))
+        resolve_run(run_of(tmp_path / "run", "qwen3", mesh, **changes))
     assert caught.value.lines == (message,)
 
 
