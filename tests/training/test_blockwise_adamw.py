@@ -201,8 +201,8 @@ def test_rarely_used_numbers_move_no_further_than_others() -> None:
     parameter.grad[:, 1:] = 0
     for _ in range(20):
         optimizer.step()
-    # AdamW moves them by 0.003 in all.
-    assert parameter.detach().abs().amax() < 0.03
+    # AdamW moves them by 0.006 in all, and AdamW8bit of torchao 0.18 by 39.
+    assert parameter.detach()[:, 1:].abs().amax() < 0.006
 
 
 def test_parameters_in_bfloat16_step_in_float32() -> None:
