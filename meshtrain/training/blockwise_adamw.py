@@ -13,8 +13,8 @@ from meshtrain.training.dynamic_map import DynamicMap, dynamic_map
 from meshtrain.training.fused_adamw import fused_adamw
 from meshtrain.training.per_parameter import PerParameter
 
-# Whether numbers of a moment have a sign.
 MEAN, SQUARES = "exp_avg", "exp_avg_sq"
+# Whether numbers of a moment have a sign.
 MOMENTS = {MEAN: True, SQUARES: False}
 # Number of elements whose moments are unpacked at once. On a CPU, four times as many take longer:
 # their memory is asked of the system again each time.
@@ -85,7 +85,7 @@ class BlockwiseAdamW(PerParameter, AdamW):
         rows, slopes = _as_rows(parameter.detach()), gradient.reshape(-1, max(1, width))
         kept = {moment: (_as_rows(state[moment]), _as_rows(state[scale_of(moment)])) for moment in MOMENTS}
         for part in _parts(len(rows), width):
-            # The kernel counts the step, once for each part.
+            # The kernel counts a step of each part.
             step, numbers = state["step"].clone(), rows[part].to(wide)
             moments = {moment: maps[moment].unpack(*(it[part] for it in kept[moment])) for moment in MOMENTS}
             fused_adamw(group, [numbers], [slopes[part].to(wide)], [moments[MEAN]], [moments[SQUARES]], [step])
