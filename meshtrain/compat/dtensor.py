@@ -1,5 +1,7 @@
 """torch's DTensor: the layouts of FSDP2 over tensor parallelism, and local parts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,9 +77,28 @@ def tensor_reduced_like(local: Tensor, like: DTensor, dim: int) -> DTensor:
     """
     dim %= like.dim()
     placements = tuple(Replicate() if split_dim(it) == dim else it for it in like.placements)
-    full = torch.empty([1 if at == dim else size for at, size in enumerate(like.shape)], device="meta")
+    return _tensor_over(local, like.device_mesh, placements, [1 if at == dim else n for at, n in enumerate(like.shape)])
+
+
+def tensor_of_blocks_like(local: Tensor, like: DTensor, size: int) -> DTensor:
+    """Return a DTensor over the memory of `local`, with a number for each block of `like`.
+
+    Args:
+        local: has the shape of the local part of `like`, but for the number of its blocks in the
+            last dimension.
+        like: a sharded tensor. No block is cut.
+        size: of a block.
+
+    Why: as for `tensor_like`, `DTensor.from_local` would move an offloaded tensor.
+    Holds: torch 2.11 to 2.13.
+    """
+    return _tensor_over(local, like.device_mesh, like.placements, [*like.shape[:-1], like.shape[-1] // size])
+
+
+def _tensor_over(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> DTensor:
+    full = torch.empty(shape, device="meta")
     meta = TensorMeta(full.shape, full.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, placements, meta), requires_grad=False)
+    return DTensor(local, DTensorSpec(mesh, placements, meta), requires_grad=False)
 
 
 class ModuleStyle(ParallelStyle):

@@ -22,8 +22,10 @@ LearningRateScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-OptimizerName = Literal["adafactor", "adamw", "adamw-schedule-free", "lion", "muon", "sgd"]
+OptimizerName = Literal["adafactor", "adamw", "adamw-8bit", "adamw-schedule-free", "lion", "muon", "sgd"]
 OptimizerState = Literal["parameters", "bfloat16"]
+# `adamw-8bit`: how many numbers of a row share a scale, and how many a parameter has at least.
+MOMENT_BLOCK, FEWEST_NUMBERS = 64, 4_096
 AdjustedLearningRate = Literal["match_rms_adamw", "original"]
 LearningRate = Annotated[float, Field(gt=0.0, le=LARGEST_RATE, allow_inf_nan=False)]
 # Keys that one optimizer reads alone.
@@ -53,11 +55,21 @@ class OptimizerKind(NamedTuple):
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adafactor": OptimizerKind("Adafactor", 1, ("beta1", "beta2", "epsilon", "state")),
     "adamw": OptimizerKind("AdamW", 2),
+    "adamw-8bit": OptimizerKind("BlockwiseAdamW", 2, ("state",)),
     "adamw-schedule-free": OptimizerKind("ScheduleFreeAdamW", 2, ("state",)),
     "lion": OptimizerKind("Lion", 1, ("epsilon", "state")),
     "muon": OptimizerKind("Muon", 2, ("state",), num_matrix_states=1),
     "sgd": OptimizerKind("SGD", 1, ("beta2", "epsilon", "state")),
 }
+
+
+def has_8bit_moments(shape: Sequence[int]) -> bool:
+    """Return whether `adamw-8bit` keeps the moments of a parameter in 8 bits.
+
+    Args:
+        shape: of the full parameter, so that all meshes agree.
+    """
+    return len(shape) > 1 and shape[-1] % MOMENT_BLOCK == 0 and math.prod(shape) >= FEWEST_NUMBERS
 
 
 class GroupConfig(Settings):
@@ -93,10 +105,11 @@ class OptimizerConfig(Settings):
 
     name: OptimizerName = "adamw"
     """`adamw`; `adafactor`, which keeps one number for each row and column of a matrix;
-    `adamw-schedule-free`, whose learning rate stays the same, and which evaluates and saves an
-    average of the weights; `lion`, which keeps one number for each parameter where AdamW keeps two,
-    and needs a learning rate about a fifth as high; `muon` for the matrices of the layers, with
-    `adamw` for all other parameters; or `sgd` with momentum, which keeps one."""
+    `adamw-8bit`, which keeps its two numbers for each parameter in 8 bits; `adamw-schedule-free`,
+    whose learning rate stays the same, and which evaluates and saves an average of the weights;
+    `lion`, which keeps one number for each parameter where AdamW keeps two, and needs a learning
+    rate about a fifth as high; `muon` for the matrices of the layers, with `adamw` for all other
+    parameters; or `sgd` with momentum, which keeps one."""
     learning_rate: LearningRate = 3e-4
     """Highest learning rate; `[learning_rate]` defines how it changes over the run. `muon`: that of
     the matrices. `adafactor`: relative to the size of a parameter, so that 0.01 is usual."""
@@ -152,16 +165,22 @@ class OptimizerConfig(Settings):
         return self.name == "adamw-schedule-free"
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether it keeps numbers for blocks of a row, which no mesh may cut."""
+        return self.name == "adamw-8bit"
+
+    @property
     def takes_whole_matrices(self) -> bool:
         """Whether a matrix of the layers is updated as a whole, and not each number alone."""
         return OPTIMIZERS[self.name].num_matrix_states is not None
 
-    def state_bytes(self, width: int, shape: Sequence[int], *, of_matrix: bool) -> int:
+    def state_bytes(self, width: int, shape: Sequence[int], full: Sequence[int], *, of_matrix: bool) -> int:
         """Return the bytes that the optimizer keeps for a part of a parameter.
 
         Args:
             width: bytes of a number of the parameter.
             shape: of the part.
+            full: shape of the parameter.
             of_matrix: whether it belongs to a matrix of the layers.
         """
         kind = OPTIMIZERS[self.name]
@@ -173,6 +192,9 @@ class OptimizerConfig(Settings):
         if self.name == "adafactor" and len(shape) > 1:
             *stack, rows, columns = shape
             size = math.prod(stack) * (rows + columns)
+        if self.keeps_blocks and has_8bit_moments(full):
+            # A scale is in float32 at least.
+            return number * (size + size // MOMENT_BLOCK * max(width, 4))
         return has_state * number * size * (width if self.state == "parameters" else 2)
 
 

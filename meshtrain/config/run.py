@@ -289,16 +289,17 @@ class RunConfig(Settings):
     """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
 
-    def kept_bytes(self, width: int, shape: Sequence[int], *, of_matrix: bool) -> int:
+    def kept_bytes(self, width: int, shape: Sequence[int], full: Sequence[int], *, of_matrix: bool) -> int:
         """Return the bytes that are kept between steps for a part of a parameter, besides it.
 
         Args:
             width: bytes of a number of the parameter.
             shape: of the part.
+            full: shape of the parameter.
             of_matrix: whether it belongs to a matrix of the layers.
         """
         of_average = self.ema.bytes_per_number(width) * math.prod(shape)
-        return self.optimizer.state_bytes(width, shape, of_matrix=of_matrix) + of_average
+        return self.optimizer.state_bytes(width, shape, full, of_matrix=of_matrix) + of_average
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

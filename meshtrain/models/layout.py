@@ -24,6 +24,11 @@ def reduced_shape(shape: Sequence[int], dim: int) -> list[int]:
     return reduced
 
 
+def blocks_shape(shape: Sequence[int], size: int) -> list[int]:
+    """Return a shape with the number of blocks of some size in place of its last dimension."""
+    return [*shape[:-1], shape[-1] // size]
+
+
 def local_indices(tensor: Tensor) -> list[Tensor]:
     """Return, for each tensor dimension, the global indices held by this process, in local order.
 

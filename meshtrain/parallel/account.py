@@ -5,7 +5,7 @@ The counts need no running process.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import fsdp_split
 from meshtrain.parallel.tensor.adapters import dims_of_adapters
 from meshtrain.parallel.tensor.local_shapes import localize, may_cut_borders
-from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
+from meshtrain.parallel.tensor.rules import resolve_rules
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ def account(
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
-            matrix of the layers -> bytes that are kept for the part between steps, besides it.
+        kept: bytes of a number of a parameter, shape of a part of it, shape of the parameter, and
+            whether it belongs to a matrix of the layers -> bytes that are kept for the part between
+            steps, besides it.
         adapters: LoRA layers that were taken off the model. They are not changed.
         packs_base: whether frozen projections have four bits for each number.
     """
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
-    rules = resolve_rules(full, plan.tensor) if plan.mesh.tp > 1 else TensorRules()
-    dims = {**rules.sharded_dims, **(dims_of_adapters(full, adapters, rules) if plan.mesh.tp > 1 else {})}
+    dims = _cut_dims(full, plan, adapters)
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
@@ -118,6 +118,28 @@ def account(
         held = _Held(dict(stage.model.named_parameters()), own, dims, packed)
         shares.append(_share(stage, owner, plan, held, kept))
     return shares
+
+
+def local_shapes(
+    model: PreTrainedModel, plan: ParallelPlan, adapters: Mapping[str, nn.Module] = MappingProxyType({})
+) -> Iterator[tuple[str, nn.Parameter, list[int]]]:
+    """Yield FQN, full parameter and shape of the largest shard of each parameter.
+
+    The arguments are those of `account`.
+    """
+    full = copy.deepcopy(model)
+    unfuse(full, plan.tensor.fused)
+    dims, experts = _cut_dims(full, plan, adapters), expert_parameters(full)
+    for name, parameter in {**dict(full.named_parameters()), **adapter_parameters(adapters)}.items():
+        yield name, parameter, _local_shape(parameter, plan, dims.get(name), of_experts=name in experts)
+
+
+def _cut_dims(full: PreTrainedModel, plan: ParallelPlan, adapters: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return FQN -> the dimension that tensor parallelism divides."""
+    if plan.mesh.tp == 1:
+        return {}
+    rules = resolve_rules(full, plan.tensor)
+    return {**rules.sharded_dims, **dims_of_adapters(full, adapters, rules)}
 
 
 def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
@@ -225,7 +247,9 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         num_local_parameters=sum(local.values()),
         parameter_bytes=round(sum(local[name] * held.packed.get(name, widths[name]) for name in parameters)),
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
-        optimizer_bytes=sum(kept(widths[name], shapes[name], of_matrix=name in matrices) for name in trained),
+        optimizer_bytes=sum(
+            kept(widths[name], shapes[name], parameters[name].shape, of_matrix=name in matrices) for name in trained
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshtrain.compat.autograd import tensor_over
-from meshtrain.compat.dtensor import local_part, tensor_like, tensor_reduced_like
+from meshtrain.compat.dtensor import local_part, tensor_like, tensor_of_blocks_like, tensor_reduced_like
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.layout import local_tensor
@@ -146,6 +146,11 @@ def laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
 def laid_out_as_reduced(local: Tensor, parameter: Tensor, dim: int) -> Tensor:
     """Return the same for a tensor that has size 1 in a dimension, and otherwise the shape."""
     return tensor_reduced_like(local, parameter, dim) if isinstance(parameter, DTensor) else local
+
+
+def laid_out_as_blocks(local: Tensor, parameter: Tensor, size: int) -> Tensor:
+    """Return the same for a tensor with one number for each block of the last dimension."""
+    return tensor_of_blocks_like(local, parameter, size) if isinstance(parameter, DTensor) else local
 
 
 def choose_kernels(optimizer: Optimizer) -> None:

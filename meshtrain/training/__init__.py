@@ -27,6 +27,7 @@ Train
     parameter_groups: the groups of an optimizer's parameters.
     per_parameter: optimizers whose steps update each parameter by itself.
     rounded_adamw: AdamW with moments in bfloat16.
+    blockwise_adamw: AdamW with moments in 8 bits. dynamic_map: how they are rounded.
     lion, muon, adafactor, schedule_free: these optimizers.
     weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 def fused_adamw(
     group: Mapping[str, Any],
     parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     means: Sequence[Tensor],
     squares: Sequence[Tensor],
     steps: Sequence[Tensor],
@@ -18,14 +19,15 @@ def fused_adamw(
 
     Args:
         group: its `lr`, `betas`, `eps` and `weight_decay`.
-        parameters: each has a gradient.
+        parameters: in one number format.
+        gradients: of each.
         means: the mean of the gradients of each.
         squares: the mean of their squares.
         steps: () float32 each.
     """
     adamw(
         list(parameters),
-        [parameter.grad for parameter in parameters if parameter.grad is not None],
+        list(gradients),
         list(means),
         list(squares),
         [],

@@ -72,6 +72,7 @@ class Muon(Optimizer):
 
     def _update_by_adamw(self, group: Mapping[str, Any]) -> None:
         trained: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         for parameter in trained:
             state = self.state[parameter]
             if not state:
@@ -79,7 +80,7 @@ class Muon(Optimizer):
                 state |= {name: torch.zeros_like(parameter) for name in MOMENTS}
         means, squares, steps = ([self.state[it][name] for it in trained] for name in (*MOMENTS, "step"))
         if trained:
-            fused_adamw(group, trained, means, squares, steps)
+            fused_adamw(group, trained, gradients, means, squares, steps)
 
 
 def computed_format(dtype: torch.dtype) -> torch.dtype:

@@ -18,6 +18,7 @@ from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
 from meshtrain.training.adafactor import Adafactor
+from meshtrain.training.blockwise_adamw import BlockwiseAdamW
 from meshtrain.training.lion import Lion
 from meshtrain.training.matrix_exchange import MatrixExchange
 from meshtrain.training.muon import Muon
@@ -101,6 +102,9 @@ def optimizer_over(
         own = {"beta2_decay": config.beta2_decay, "clipping_threshold": config.clipping_threshold}
         return Adafactor(groups, sums, lr=config.learning_rate, weight_decay=config.weight_decay, **own)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
+    if config.name == "adamw-8bit":
+        shapes: dict[Tensor, Sequence[int]] = {it: full.get(it, it).shape for _, it in parameters}
+        return BlockwiseAdamW(groups, shapes, weight_decay=config.weight_decay, **options)
     if config.name == "adamw-schedule-free":
         return ScheduleFreeAdamW(groups, weight_decay=config.weight_decay, **options)
     if config.name == "muon":

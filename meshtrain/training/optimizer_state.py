@@ -2,8 +2,9 @@
 
 So it can be restored on any mesh. A parameter that never had a gradient has no state, and none is
 made up for it. An optimizer whose class has `reduced_states` keeps states with one number for each
-row or column: their names -> the dimension that has size 1. `scalar_states` names states of one
-number, besides `step`.
+row or column: their names -> the dimension that has size 1. `block_states` names states with one
+number for each block of the last dimension: -> the size of a block. No mesh may cut a block.
+`scalar_states` names states of one number, besides `step`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 from meshtrain.checkpoint.dcp.reading import tensor_entries
 from meshtrain.checkpoint.manifest import SavedOptimizer
 from meshtrain.errors import Problem
-from meshtrain.models.layout import reduced_shape
-from meshtrain.parallel.local_parameter import full_parameter, laid_out_as, laid_out_as_reduced
+from meshtrain.models.layout import blocks_shape, reduced_shape
+from meshtrain.parallel.local_parameter import full_parameter, laid_out_as, laid_out_as_blocks, laid_out_as_reduced
 
 OPTIMIZER_PREFIX = "optimizer."
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -62,10 +63,11 @@ def state_tensors(optimizer: Optimizer | None, parameters: Mapping[str, Paramete
 
 
 def kind_of(optimizer: Optimizer, state: str, value: object, parameter: Tensor) -> str | None:
-    """Return the kind of a state: `none`, `number` (of Python), `scalar`, `reduced` or `parameter`.
+    """Return the kind of a state, or None for a kind that a checkpoint cannot hold.
 
-    A `scalar` has no dimensions, and a `parameter` has the shape of the parameter. A `reduced` one
-    has this shape with size 1 in one dimension. None is returned for any other kind.
+    A `number` is one of Python. A `scalar` has no dimensions, and a `parameter` has the shape of
+    the parameter. A `reduced` one has this shape with size 1 in one dimension, and `blocks` have
+    their number in place of the last dimension. `none` is no value.
 
     Args:
         optimizer: that keeps it.
@@ -83,12 +85,20 @@ def kind_of(optimizer: Optimizer, state: str, value: object, parameter: Tensor) 
         return "scalar"
     if state in _reduced_dims(optimizer):
         return "reduced"
+    if state in _block_sizes(optimizer):
+        return "blocks"
     return "parameter" if value.shape == parameter.shape else None
 
 
 def _reduced_dims(optimizer: Optimizer) -> Mapping[str, int]:
     """Return state -> the dimension in which it has size 1, for such states."""
     found: Mapping[str, int] = getattr(optimizer, "reduced_states", {})
+    return found
+
+
+def _block_sizes(optimizer: Optimizer) -> Mapping[str, int]:
+    """Return state -> the size of the blocks for which it has a number each, for such states."""
+    found: Mapping[str, int] = getattr(optimizer, "block_states", {})
     return found
 
 
@@ -149,6 +159,8 @@ class LoadedState:
             like, dim = slot.parameter.detach(), _reduced_dims(self._optimizer).get(state)
             if dim is not None:
                 return like.new_empty(reduced_shape(like.shape, dim), dtype=dtype)
+            if state in (sizes := _block_sizes(self._optimizer)):
+                return like.new_empty(blocks_shape(like.shape, sizes[state]), dtype=dtype)
             return torch.empty_like(like, dtype=dtype)
         group = self._optimizer.param_groups[slot.group]
         # As in torch's own `load_state_dict`: kernels that never wait for the device need the step
@@ -219,6 +231,8 @@ def _whole(optimizer: Optimizer, state: str, value: Tensor, parameter: Tensor) -
     dim = _reduced_dims(optimizer).get(state)
     if dim is not None:
         return laid_out_as_reduced(value, parameter, dim)
+    if state in (sizes := _block_sizes(optimizer)):
+        return laid_out_as_blocks(value, parameter, sizes[state])
     return value if isinstance(value, DTensor) else laid_out_as(value, parameter)
 
 

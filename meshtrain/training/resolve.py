@@ -30,6 +30,7 @@ from meshtrain.models.whole.folder import described_half, files_identity, is_loc
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.moment_blocks import check_moment_blocks
 from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.adapters import check_adapters_of
@@ -135,6 +136,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     plan = resolve_plan(plan, model, batch, number, router=config.router)
     check_adapters_of(model, adapters, plan)
     check_packing(model, config.lora, plan)
+    check_moment_blocks(model, adapters, config.optimizer, plan)
     if config.lora.modules_to_save:
         _check_formats(plan)
     if config.logging.noise_scale_every is not None:

@@ -51,7 +51,7 @@ class RoundedAdamW(PerParameter, AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
         moments = [state[name].float() for name in MOMENTS]
-        fused_adamw(group, [parameter], moments[:1], moments[1:], [state["step"]])
+        fused_adamw(group, [parameter], [gradient], moments[:1], moments[1:], [state["step"]])
         # The number of the step stays on the device, so that nothing waits for it.
         key = state["step"].long() * 0x9E3779B97F4A7C1 + self._keys[parameter]
         round_at_random(moments, [state[name] for name in MOMENTS], self._places[parameter], key)

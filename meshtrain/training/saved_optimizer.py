@@ -20,6 +20,7 @@ KINDS = {
     "number": "a number",
     "scalar": "a tensor of one element",
     "reduced": "a tensor of rows or columns",
+    "blocks": "a tensor of blocks",
     "parameter": "a tensor of the parameter's shape",
 }
 

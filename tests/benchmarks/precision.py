@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.config.families import with_family
-from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig, OptimizerState
+from meshtrain.config.optimizer import LearningRateConfig, OptimizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
@@ -63,13 +63,13 @@ class Training:
         model: type of the model.
         precision: table of the plan.
         tables: other tables of the plan.
-        state: number format of the moments of AdamW.
+        optimizer: table of the run.
     """
 
     model: str
     precision: dict[str, Any]
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
-    state: OptimizerState = "parameters"
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -104,7 +104,7 @@ def losses_of(training: Training, steps: int) -> list[float]:
         model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=MICRO_ROWS, seed=0, device=torch.device("cpu")
     )
     pipeline.initialize(0)
-    optimizer = OptimizerConfig(learning_rate=3e-3, state=training.state)
+    optimizer = OptimizerConfig(learning_rate=3e-3, **training.optimizer)
     context = StepContext(
         pipeline=pipeline,
         loss=build_loss(pipeline),
@@ -135,9 +135,11 @@ def _trainings() -> dict[str, Training]:
         "llama-all-layers": Training("llama", {"compute": "float8", "float8": {"skip": []}}),
         "llama-rowwise-pp2-tp2": Training("llama", rowwise, hybrid),
         "llama-tensorwise-dp2-tp2": Training("llama", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
-        "llama-moments": Training("llama", BFLOAT16, state="bfloat16"),
+        "llama-moments": Training("llama", BFLOAT16, optimizer={"state": "bfloat16"}),
+        "llama-8-bit": Training("llama", BFLOAT16, optimizer={"name": "adamw-8bit"}),
         "gpt2-rowwise": Training("gpt2", rowwise),
         "gpt2-mxfp8": Training("gpt2", blocks),
+        "gpt2-8-bit": Training("gpt2", BFLOAT16, optimizer={"name": "adamw-8bit"}),
         "gpt2-tensorwise-dp2-tp2": Training("gpt2", tensorwise, {"mesh": {"dp_shard": 2, "tp": 2}}),
     }
 

@@ -150,6 +150,13 @@ def test_muon_with_offloading_learns_as_without(folders: Folder) -> None:
     assert offloaded == pytest.approx(plain, rel=1e-5)
 
 
+def test_moments_in_8_bits_on_devices_learn_as_in_host_memory(folders: Folder) -> None:
+    options = "plan.mesh.dp_shard=2", "optimizer.name=adamw-8bit", "model.config.hidden_size=64"
+    on_cuda = losses(trained(folders("8-bit"), 2, *options))
+    offloaded = losses(trained(folders("8-bit-offload"), 2, *options, "plan.shard.offload=cpu"))
+    assert offloaded == pytest.approx(on_cuda, rel=1e-5)
+
+
 def test_run_at_another_level_of_sharding_learns_as_without(folders: Folder) -> None:
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
     level = ("plan.mesh.dp_shard=2", "plan.shard.level=2", "plan.shard.prefetch=2", "plan.shard.offload=cpu")

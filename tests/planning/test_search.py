@@ -150,6 +150,15 @@ def test_layers_of_stages_stay_as_the_run_has_them(run_file: str) -> None:
     assert sum(wanted.resolved(replace(case, pp=4, dp_shard=1)).plan.pipeline.layers_per_stage) == LAYERS
 
 
+def test_plans_that_cut_blocks_of_moments_are_contradictions(run_file: str) -> None:
+    config = config_of(run_file, "optimizer.name='adamw-8bit'", "model.config.hidden_size=64")
+    wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)
+    assert wanted.contradiction(candidate(1, 1, 4, 1, 4)) is None
+    assert "o_proj.weight has rows of 64 numbers, of which a process would hold 32" in str(
+        wanted.contradiction(candidate(1, 1, 2, 2, 4))
+    )
+
+
 def test_wrong_rule_is_told_as_check_does(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(run_file).read_text()
     Path(run_file).write_text(text + '[plan.tensor.styles]\n"model.layers.*.mlp.down_proj" = "colwise"\n')

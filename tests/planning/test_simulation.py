@@ -117,6 +117,7 @@ def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
     [
         ("adafactor", "fsdp"),
         ("adafactor", "tp"),
+        ("adamw-8bit", "fsdp"),
         ("adamw-schedule-free", "fsdp"),
         ("lion", "fsdp"),
         ("sgd", "fsdp"),

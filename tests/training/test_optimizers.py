@@ -425,7 +425,7 @@ def test_bytes_of_state_are_those_that_are_kept(config: OptimizerConfig, name: s
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [it for it in optimizer.state[parameter].values() if isinstance(it, Tensor) and it.dim() > 0]
-    known = config.state_bytes(4, parameter.shape, of_matrix=is_matrix(name + ".", parameter))
+    known = config.state_bytes(4, parameter.shape, parameter.shape, of_matrix=is_matrix(name + ".", parameter))
     assert sum(it.nbytes for it in kept) == known == number * parameter.nbytes
 
 

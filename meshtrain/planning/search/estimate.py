@@ -85,8 +85,9 @@ class Estimator:
 
     Args:
         plan: of the run, for its number formats.
-        kept: bytes of a number of a parameter, shape of a part of it, and whether it belongs to a
-            matrix of the layers -> bytes that the run keeps for the part between steps, besides it.
+        kept: bytes of a number of a parameter, shape of a part of it, shape of the parameter, and
+            whether it belongs to a matrix of the layers -> bytes that the run keeps for the part
+            between steps, besides it.
         touched: as `touched_bytes` returns it.
         batch: shape of the batches.
         sizes: of the model.
@@ -112,7 +113,7 @@ class Estimator:
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
         self._parameters: torch.dtype = getattr(torch, plan.precision.parameters)
-        self._kept = tuple(kept(self._parameter, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
+        self._kept = tuple(kept(self._parameter, LARGE, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
         self._has_formats = len(set(formats)) > 1
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)

@@ -15,6 +15,7 @@ from meshtrain.errors import UserError
 from meshtrain.parallel.check import resolve_plan
 from meshtrain.parallel.check.context import check_context
 from meshtrain.parallel.cut.probe import Structure, structures_shared
+from meshtrain.parallel.moment_blocks import check_moment_blocks
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.search.candidates import LONG, Candidate, Kind
@@ -77,6 +78,7 @@ class Wanted:
             known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
             runs_model=runs_model,
         )
+        check_moment_blocks(base.model, base.adapters, self.config.optimizer, plan)
         config = self.config.model_copy(update={"plan": wanted, "micro_batch_size": rows})
         return replace(base, config=config, plan=plan, batch=batch)
 
