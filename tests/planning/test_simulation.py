@@ -188,7 +188,9 @@ def taught(run: SimulatedRun, plan: dict[str, Any]) -> SimulatedRun:
     return replace(run, teacher=Teacher(config, other.hf_config, other.attention, other.plan, base))
 
 
-@pytest.mark.parametrize("plan", ["one process", "fsdp", "tp", "pp", "pp, ZBV", "pp x fsdp", "pp x tp"])
+@pytest.mark.parametrize(
+    "plan", ["one process", "fsdp", "tp", "pp", "pp, ZBV", "pp, interleaved x fsdp, freed", "pp x tp"]
+)
 def test_simulated_teacher_needs_what_a_real_one_needs(plan: str) -> None:
     run = taught(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), PLANS[plan])
     assert abs(compare_run(run)) <= NEAR

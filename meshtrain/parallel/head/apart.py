@@ -23,10 +23,11 @@ class HeadApart:
         model: the stock model, or the last stage of it. It is changed in place.
         base: name of its base model.
         channel: of the stage, which counts the calls of its parts.
+        keeps_gathered: whether FSDP2 keeps the head gathered between the passes of a step.
     """
 
-    def __init__(self, model: PreTrainedModel, base: str, channel: Channel) -> None:
-        self._model, self._channel = model, channel
+    def __init__(self, model: PreTrainedModel, base: str, channel: Channel, *, keeps_gathered: bool) -> None:
+        self._model, self._channel, self._keeps_gathered = model, channel, keeps_gathered
         self._forward = type(model).forward
         self._taken: Any = None
         self._given: Any = None
@@ -54,11 +55,12 @@ class HeadApart:
         return taken
 
     @torch.no_grad()
-    def logits(self, taken: Any) -> Tensor:
+    def logits(self, taken: Any, *, is_last: bool) -> Tensor:
         """Return the logits of a pass. Collective over the processes that share the head.
 
         Args:
             taken: what `take` returned after it.
+            is_last: whether it is the last pass of a step.
 
         Returns:
             (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
@@ -72,5 +74,5 @@ class HeadApart:
             return logits_without_base(self._forward, self._model, states_of(taken))
         finally:
             self._given = None
-            for root in roots:
+            for root in roots if is_last or not self._keeps_gathered else ():
                 root.reshard()

@@ -44,7 +44,7 @@ class BuiltTeacher:
             parts = ({name: it[first : first + size] for name, it in batch.items()} for first in firsts)
             return (logits for part in parts for logits in self._results(part))
         kept = deque(self._results(batch))
-        return (self._made_of(kept.popleft()) for _ in range(len(kept)))
+        return (self._made_of(kept.popleft(), is_last=not kept) for _ in range(len(kept)))
 
     def _results(self, batch: Batch) -> list[Any]:
         """Return what is kept of each microbatch: logits, or what the head makes them of."""
@@ -57,5 +57,5 @@ class BuiltTeacher:
         self.pipeline.evaluate(batch, keep)
         return found
 
-    def _made_of(self, kept: Any) -> Tensor:
-        return kept if self.head is None else self.head.logits(kept)
+    def _made_of(self, kept: Any, *, is_last: bool) -> Tensor:
+        return kept if self.head is None else self.head.logits(kept, is_last=is_last)

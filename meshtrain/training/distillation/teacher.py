@@ -85,7 +85,8 @@ class Teacher:
         last = pipeline.stages[-1]
         if self.base is None or not last.is_last:
             return BuiltTeacher(pipeline)
-        return BuiltTeacher(pipeline, HeadApart(last.model, self.base, last.channel))
+        keeps = self.plan.shard.reshard_after_forward == "never"
+        return BuiltTeacher(pipeline, HeadApart(last.model, self.base, last.channel, keeps_gathered=keeps))
 
 
 def resolve_teacher(config: RunConfig, model: PreTrainedModel, plan: ParallelPlan, batch: BatchShape) -> Teacher | None:
