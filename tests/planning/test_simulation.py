@@ -181,7 +181,7 @@ def test_simulated_weights_of_tokens_need_what_real_ones_need(plan: str) -> None
 
 def taught(run: SimulatedRun, plan: dict[str, Any]) -> SimulatedRun:
     """Return the same run with a teacher of another class, which has more layers."""
-    values = {"vocab_size": SMALL["vocab_size"], "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}
+    values = {"vocab_size": run.hf_config.vocab_size, "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}
     other = make_run("gpt2", plan, microbatches=4, values=values)
     config = DistillationConfig(teacher="teacher")
     base = "transformer" if other.plan.mesh.pp > 1 else None
@@ -194,6 +194,20 @@ def taught(run: SimulatedRun, plan: dict[str, Any]) -> SimulatedRun:
 def test_simulated_teacher_needs_what_a_real_one_needs(plan: str) -> None:
     run = taught(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), PLANS[plan])
     assert abs(compare_run(run)) <= NEAR
+
+
+def test_a_teacher_keeps_its_last_hidden_states_and_not_its_logits() -> None:
+    values = {**SMALL, "vocab_size": 8192}
+    states = taught(make_run("llama", PLANS["pp"], microbatches=6, values=values), PLANS["pp"])
+    assert states.teacher is not None
+    logits = replace(states, teacher=replace(states.teacher, base=None))
+    assert abs(compare_run(logits)) <= NEAR
+    profiles = [run_on_ranks(1, simulated, run, joins=False)[0] for run in (states, logits)]
+    (first, last), (first_with, last_with) = ([memory_use(it).peak_bytes for it in found] for found in profiles)
+    assert first_with == first
+    # Those of one microbatch exist when its loss is computed, and those of others wait.
+    saved = (last_with - last) / (2 * SEQUENCE * values["vocab_size"] * 4)
+    assert 4 < saved < 6
 
 
 def test_layers_beside_a_teacher_are_put_together() -> None:
