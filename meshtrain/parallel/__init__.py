@@ -5,7 +5,7 @@ check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
 cut: pipeline stages of an unmodified model.
 documents: attention of packed documents, without a mask of all pairs of a row.
-head: head and loss in chunks of tokens.
+head: head and loss in chunks of tokens, and a head that runs later.
 experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
 float8: matrix products of linear layers in float8.
