@@ -5,7 +5,7 @@ check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
 cut: pipeline stages of an unmodified model.
 documents: attention of packed documents, without a mask of all pairs of a row.
-head: head and loss in chunks of tokens.
+head: head and loss in chunks of tokens, and a head that runs later.
 experts: expert parallelism.
 execution: recomputation and compilation of the decoder layers.
 float8: matrix products of linear layers in float8.
@@ -110,6 +110,7 @@ def build_pipeline(
     packs_base: bool = False,
     allocation: AbstractContextManager[Any] = _REAL,
     structure: Structure | None = None,
+    peers: ProcessGroup | None = None,
 ) -> Pipeline:
     """Build a pipeline from a stock model, with memory for its parameters but without values.
 
@@ -133,6 +134,8 @@ def build_pipeline(
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
             the stages send. It is not changed.
+        peers: the group for messages between stages, if another pipeline on the same processes has
+            made one. Both use it one after the other.
 
     Returns:
         The stages of this process. Call `initialize` or `load_shards` next.
@@ -215,7 +218,7 @@ def build_pipeline(
         router_loss=router_loss,
         expert_use=expert_use,
         rotary_length=RotaryLength(tuple(stages), mesh, device),
-        peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
+        peers=new_group_along(mesh, PP) if peers is None and axis_size(mesh, PP) > 1 else peers,
         head=head,
         base_is_elsewhere=base_is_elsewhere,
         packs_base=packs_base,

@@ -159,7 +159,7 @@ def _build_loss(pipeline: Pipeline, identity: Identity, process: Process, own: L
         return build_own_loss(pipeline, own)
     config, teacher = identity.config, None
     if identity.resolved.teacher is not None:
-        teacher = identity.resolved.teacher.build_pipeline(pipeline.mesh, pipeline.micro_batch_size, process.device)
+        teacher = identity.resolved.teacher.build(pipeline, process.device)
     return build_run_loss(
         pipeline,
         config.objective,

@@ -118,6 +118,10 @@ def _adapters(resolved: ResolvedRun) -> str:
 def _teacher(teacher: Teacher) -> str:
     model = teacher.build_model()
     held = f"frozen in {teacher.plan.precision.parameters}, sharded as the model and beside it"
+    counts = teacher.plan.pipeline.layer_counts
+    if len(counts) > 1:
+        kept = "logits" if teacher.base is None else "last hidden states"
+        held = f"{held}, layers per stage {counts}; the {kept} of a batch are kept for the loss"
     return f"{type(model).__name__}, {model.num_parameters():,} parameters, {held}"
 
 

@@ -7,6 +7,7 @@ from meshtrain.config.preference import PreferenceConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_size
 from meshtrain.training.distillation.loss import build_distillation_loss
+from meshtrain.training.distillation.passes import BuiltTeacher
 from meshtrain.training.loss import TokenLoss, build_loss
 from meshtrain.training.objective import build_objective
 from meshtrain.training.preference.loss import DpoLoss, PreferenceLoss
@@ -24,7 +25,7 @@ def build_run_loss(
     *,
     has_weights: bool,
     distillation: DistillationConfig = NO_DISTILLATION,
-    teacher: Pipeline | None = None,
+    teacher: BuiltTeacher | None = None,
 ) -> TokenLoss:
     """Return the loss of a run, for logits as the last stage of its pipeline returns them.
 

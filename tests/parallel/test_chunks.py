@@ -11,11 +11,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check.head import find_base_apart
 from meshtrain.verify.parallel import local_rows, train_pipeline
 from tests.parity import LLAMA, Case, batches, build, fill, prove, stock, stock_weights
 from tests.ranks import run_on_ranks
@@ -189,3 +190,15 @@ def test_a_last_stage_that_receives_behind_the_base_model_is_refused() -> None:
     )
     plan = ParallelPlan.model_validate({"mesh": mesh, "loss": {"chunk_tokens": 64}})
     assert resolve_plan(plan, own(NormOutside), BatchShape(4, 1, 12), 2).loss.size == 64
+
+
+def test_heads_that_may_run_later_are_found() -> None:
+    def found(model: LlamaForCausalLM, mesh: MeshPlan, layers: list[int]) -> str | None:
+        pipeline = PipelinePlan(layers_per_stage=layers)
+        return find_base_apart(ParallelPlan(mesh=mesh, pipeline=pipeline), model)
+
+    one, two = MeshPlan(dp_shard=1), MeshPlan(pp=2, dp_shard=1)
+    assert found(own(JoinsPositions), one, [4]) is None
+    assert found(own(NormOutside), one, [4]) == "model"
+    assert found(own(NormOutside), two, [3, 1]) == "model"
+    assert found(own(NormOutside), two, [4, 0]) is None

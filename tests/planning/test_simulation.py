@@ -180,23 +180,49 @@ def test_simulated_weights_of_tokens_need_what_real_ones_need(plan: str) -> None
     assert abs(compare_run(replace(run, has_weights=True))) <= NEAR
 
 
-def taught(run: SimulatedRun, plan: str) -> SimulatedRun:
+def taught(run: SimulatedRun, plan: dict[str, Any]) -> SimulatedRun:
     """Return the same run with a teacher of another class, which has more layers."""
-    values = {"vocab_size": SMALL["vocab_size"], "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}
-    other = make_run("gpt2", PLANS[plan], microbatches=2, values=values)
+    values = {"vocab_size": run.hf_config.vocab_size, "n_embd": 96, "n_layer": 5, "n_head": 4, "n_positions": 128}
+    other = make_run("gpt2", plan, microbatches=4, values=values)
     config = DistillationConfig(teacher="teacher")
-    return replace(run, teacher=Teacher(config, other.hf_config, other.attention, other.plan))
+    base = "transformer" if other.plan.mesh.pp > 1 else None
+    return replace(run, teacher=Teacher(config, other.hf_config, other.attention, other.plan, base))
 
 
-@pytest.mark.parametrize("plan", ["one process", "fsdp", "tp"])
+@pytest.mark.parametrize(
+    "plan", ["one process", "fsdp", "tp", "pp", "pp, ZBV", "pp, interleaved x fsdp, freed", "pp x tp"]
+)
 def test_simulated_teacher_needs_what_a_real_one_needs(plan: str) -> None:
-    run = taught(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), plan)
+    run = taught(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), PLANS[plan])
     assert abs(compare_run(run)) <= NEAR
+
+
+def test_a_teacher_keeps_its_last_hidden_states_and_not_its_logits() -> None:
+    values = {**SMALL, "vocab_size": 8192}
+    states = taught(make_run("llama", PLANS["pp"], microbatches=6, values=values), PLANS["pp"])
+    assert states.teacher is not None
+    logits = replace(states, teacher=replace(states.teacher, base=None))
+    assert abs(compare_run(logits)) <= NEAR
+    profiles = [run_on_ranks(1, simulated, run, joins=False)[0] for run in (states, logits)]
+    (first, last), (first_with, last_with) = ([memory_use(it).peak_bytes for it in found] for found in profiles)
+    assert first_with == first
+    # Those of one microbatch exist when its loss is computed, and those of others wait.
+    saved = (last_with - last) / (2 * SEQUENCE * values["vocab_size"] * 4)
+    assert 4 < saved < 6
 
 
 def test_layers_beside_a_teacher_are_put_together() -> None:
     run = make_run("llama", PLANS["fsdp"], microbatches=4, values={**SMALL, "num_hidden_layers": 16})
-    run_on_ranks(1, compare_ranks, taught(run, "fsdp"), joins=False, timeout=300)
+    run_on_ranks(1, compare_ranks, taught(run, PLANS["fsdp"]), joins=False, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp"), [("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)], ids=lambda value: str(value)
+)
+def test_many_microbatches_beside_a_teacher_are_put_together(schedule: str, pp: int) -> None:
+    plan = {"mesh": {"pp": pp, "dp_shard": 1}, "pipeline": SCHEDULES[schedule]}
+    run = make_run("llama", plan, microbatches=14, values={**SMALL, "num_hidden_layers": 8})
+    run_on_ranks(1, compare_ranks, taught(run, plan), joins=False, timeout=300)
 
 
 def test_simulated_average_of_weights_needs_what_a_real_one_needs() -> None:

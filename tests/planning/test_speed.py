@@ -15,7 +15,7 @@ from meshtrain.config.plan import PipelinePlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.machine import find_machine, shipped_machines
-from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
+from meshtrain.planning.simulation.profile import AHEAD, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.clock import Clock
 from meshtrain.planning.speed.rates import Rates, interpolate
@@ -52,8 +52,12 @@ def action(phase: str, stage: int | None, microbatch: int | None, *items: Counte
     return ActionProfile(phase, stage, microbatch, None, none, none, items)
 
 
-def replayed(schedule: str, number: int, *, forward: float = 1, backward: float = 2) -> Replay:
-    """Return the replay of a schedule whose passes all take the same time, without messages."""
+def replayed(schedule: str, number: int, *, forward: float = 1, backward: float = 2, teacher: float = 0) -> Replay:
+    """Return the replay of a schedule whose passes all take the same time, without messages.
+
+    Args:
+        teacher: seconds of a pass of a teacher, which all microbatches take before; 0: none.
+    """
     needed = SCHEDULES[schedule].stages_per_rank or 2
     stages = 1 if schedule in ("GPipe", "1F1B") else needed
     owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages), PP)
@@ -61,7 +65,7 @@ def replayed(schedule: str, number: int, *, forward: float = 1, backward: float 
     for passes in pass_orders(schedule, owners, number):
         separate = {(it.stage, it.microbatch) for it in passes if it.phase == WEIGHTS}
         seconds = {FORWARD: forward, WEIGHTS: backward / 2}
-        actions = []
+        actions = [action(AHEAD, None, None, work(teacher))] * (number if teacher else 0)
         for it in passes:
             of_input = backward / 2 if (it.stage, it.microbatch) in separate else backward
             actions.append(action(it.phase, it.stage, it.microbatch, work(seconds.get(it.phase, of_input))))
@@ -100,6 +104,15 @@ def test_bubble_of_a_schedule_is_that_of_its_formula(schedule: str, bubble: floa
     assert found.bubble == pytest.approx(bubble)
     stages = 1 if schedule in ("GPipe", "1F1B") else 2
     assert found.seconds == pytest.approx(8 * 3 * stages / (1 - bubble))
+
+
+def test_stages_wait_for_the_first_microbatch_of_a_teacher() -> None:
+    alone, taught = replayed("1F1B", 8), replayed("1F1B", 8, teacher=3)
+    # Filled by forward passes of the model or of the teacher, and drained by backward passes.
+    assert alone.seconds == pytest.approx(8 * 3 + 3 * 1 + 3 * 2)
+    assert taught.seconds == pytest.approx(8 * 3 + 8 * 3 + 3 * 3 + 3 * 2)
+    waits = [lane.spans[0].end_seconds if lane.spans[0].kind == "wait" else 0 for lane in taught.timeline.lanes]
+    assert waits == pytest.approx([0, 3, 6, 9])
 
 
 def test_separate_weight_gradients_fill_the_bubble() -> None:

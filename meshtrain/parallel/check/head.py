@@ -55,20 +55,38 @@ def resolve_loss(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     return LossPlan(chunk_tokens=0 if problems else chunk_tokens)
 
 
+def find_base_apart(plan: ParallelPlan, model: PreTrainedModel) -> str | None:
+    """Return the base model of a model whose head may run later; None if it may not.
+
+    Args:
+        plan: resolved.
+        model: stock, on the meta device.
+    """
+    try:
+        base = find_base(model)
+    except ModelError:
+        return None
+    return None if _received_outside(plan, model, base) else base
+
+
 def _check_last_border(plan: ParallelPlan, model: PreTrainedModel, base: str) -> Problems:
     """Yield a problem if the last stage receives what its class uses behind the base model.
 
     A chunk would need a part of that.
     """
-    if plan.mesh.pp == 1:
-        return
-    structure = probe_structure(model)
-    calls = structure.trace.calls
-    *_, last = find_routes(structure.trace, Stages(structure.trace, plan.pipeline.layer_counts, structure.layers_name))
-    outside = [calls[place.call].name for place in last.placed if not calls[place.call].name.startswith(f"{base}.")]
-    if outside:
+    if outside := _received_outside(plan, model, base):
         yield Problem(
             f"loss.chunk_tokens = {plan.loss.chunk_tokens}: {outside[0]}, which is outside of {base}, uses what the "
             "last stage receives from the stage before",
             "set it to 0, or give the last stage a decoder layer",
         )
+
+
+def _received_outside(plan: ParallelPlan, model: PreTrainedModel, base: str) -> list[str]:
+    """Return the parts outside of a base model that use what the last stage receives."""
+    if plan.mesh.pp == 1:
+        return []
+    structure = probe_structure(model)
+    calls = structure.trace.calls
+    *_, last = find_routes(structure.trace, Stages(structure.trace, plan.pipeline.layer_counts, structure.layers_name))
+    return [calls[place.call].name for place in last.placed if not calls[place.call].name.startswith(f"{base}.")]

@@ -1,6 +1,7 @@
 """Head and loss in chunks of tokens, so that all logits of a microbatch never exist at once.
 
 Modules:
+    apart: the head of a frozen model, which runs later than its base model.
     chunks: the pass of a model whose head runs in chunks.
     gradients: the loss of chunks, with its gradients.
     proof: whether the head of a class may run in chunks, found out on a tiny copy.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class ChunkedHead:
         # transformers knows by the names of module and class which outputs it records.
         inner = model.get_submodule(base)
         mix_in(model, _WithChunks, forward=forward, __module__=type(model).__module__)
-        mix_in(inner, _Base, head=self, __module__=type(inner).__module__)
+        mix_in(inner, WatchedBase, head=self, __module__=type(inner).__module__)
 
     def call_base(self, compute: Callable[[], Any]) -> Any:
         """Return what the base model returns to the class.
@@ -90,9 +90,9 @@ class ChunkedHead:
         if self._part is None:
             self._output, self._next_call = compute(), self._channel.position
             # The class goes on with one token. Its result is not used.
-            return _with_states(self._output, _states(self._output)[:1, :1].detach())
+            return with_states(self._output, states_of(self._output)[:1, :1].detach())
         self._channel.position = self._next_call
-        return _with_states(self._output, self._part)
+        return with_states(self._output, self._part)
 
     def _run(self, given: Mapping[str, Any]) -> ModelOutput:
         """Run the model, and return the loss of the labels with its output, without logits."""
@@ -161,7 +161,7 @@ class ChunkedHead:
         """
         with _stand_ins(self._model, leaves_of(logits)) as parameters:
             return sum_over_chunks(
-                _states(self._output),
+                states_of(self._output),
                 labels,
                 lambda part, targets: loss_function(self._logits(part), targets),
                 self._chunk_tokens,
@@ -171,12 +171,7 @@ class ChunkedHead:
     def _logits(self, part: Tensor) -> Tensor:
         """Return the logits (1, tokens, vocab) of hidden states (1, tokens, hidden)."""
         self._channel.position, self._part = 0, part
-        # The base model does not read them.
-        ids = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
-        logits: Tensor = self._forward(
-            self._model, input_ids=ids, use_cache=False, **no_router_logits(self._model)
-        ).logits
-        return logits
+        return logits_without_base(self._forward, self._model, part)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -207,13 +202,20 @@ class _WithChunks:
     """Mixin for the model; it only marks it."""
 
 
-class _Base:
-    """Mixin for the base model: in a chunk, nothing in it and no hook of it runs.
+class CallsBase(Protocol):
+    """A head that decides what a call of the base model returns to the class."""
+
+    def call_base(self, compute: Callable[[], Any]) -> Any:
+        """Return the result; `compute` calls the base model itself."""
+
+
+class WatchedBase:
+    """Mixin for the base model: where the head alone runs, nothing in it and no hook of it runs.
 
     It surrounds the whole call for this.
     """
 
-    head: ChunkedHead
+    head: CallsBase
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
@@ -225,13 +227,31 @@ def take_loss(output: Tensor, labels: Tensor) -> Tensor:
     return output
 
 
-def _states(output: Any) -> Tensor:
+def logits_without_base(forward: Callable[..., Any], model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Return the logits that a class makes around a base model that does not run.
+
+    Args:
+        forward: of the class.
+        model: of the class; its base model returns `states`.
+        states: (batch, seq, hidden)
+
+    Returns:
+        (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
+    """
+    # The base model does not read them.
+    ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+    logits: Tensor = forward(model, input_ids=ids, use_cache=False, **no_router_logits(model)).logits
+    return logits
+
+
+def states_of(output: Any) -> Tensor:
     """Return the hidden states in the output of a base model, (batch, seq, hidden)."""
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     return states
 
 
-def _with_states(output: Any, states: Tensor) -> Any:
+def with_states(output: Any, states: Tensor) -> Any:
+    """Return the output of a base model with other hidden states."""
     if isinstance(output, Tensor):
         return states
     if isinstance(output, ModelOutput):

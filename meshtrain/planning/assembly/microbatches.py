@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.compat.schedules import BACKWARD, WEIGHTS, Pass
-from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
+from meshtrain.planning.simulation.profile import AHEAD, ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Role
 
 # The phases of a reduction after the last pass of a stage.
@@ -53,7 +53,7 @@ def with_passes(few: RankProfile, number: int, passes: Sequence[Pass], stages: M
     ends_microbatch = {it.microbatch: index for index, it in enumerate(passes)}
     ends_stage = {it.stage: index for index, it in enumerate(passes)}
     likes = _Likes(few.num_microbatches, list(known))
-    actions = [_scaled(action, few.num_microbatches, number) for action in before]
+    actions = [_scaled(action, few.num_microbatches, number) for action in _with_ahead(before, few, number)]
     for index, (it, effect) in enumerate(zip(passes, _effects(passes), strict=True)):
         like = likes.like(it._replace(stage=stages[it.stage]), number, effect)
         found = [action.of_pass(it.stage, it.microbatch) for action in known[like]]
@@ -138,6 +138,33 @@ def _left_by_middle(known: Mapping[Pass, Sequence[ActionProfile]], middle: int) 
     role = ROLES.index(Role.MESSAGES)
     found = (action for at, actions in known.items() if at.microbatch == middle for action in actions)
     return sum(int(action.by_role()[role]) for action in found)
+
+
+def _with_ahead(before: Sequence[ActionProfile], few: RankProfile, number: int) -> list[ActionProfile]:
+    """Return what comes before the passes, with the teacher's passes of all microbatches.
+
+    As for other passes, the middle microbatch stands for all but the first and the last ones.
+
+    Args:
+        before: the same in the short step.
+        few: the short step.
+        number: of microbatches.
+    """
+    ahead = [index for index, action in enumerate(before) if action.phase == AHEAD]
+    more = number - few.num_microbatches
+    if not ahead or not more:
+        return list(before)
+    middles = ahead[few.num_microbatches // 2 :: few.num_microbatches]
+    found: list[ActionProfile] = []
+    for index, action in enumerate(before):
+        found += [action] * (1 + more if index in middles else 1)
+        if index == ahead[-1]:
+            # What is not kept for the loss of a microbatch is freed at the end.
+            grown = more * np.sum([before[middle].by_role() for middle in middles], axis=0)
+            kept = more * np.sum([before[it].by_role() for it in ahead], axis=0) // few.num_microbatches
+            for role, size in zip(ROLES, grown - kept, strict=True):
+                found[-1] = found[-1].with_change(-int(size), role) if size else found[-1]
+    return found
 
 
 def _scaled(action: ActionProfile, few: int, number: int) -> ActionProfile:

@@ -3,7 +3,7 @@
 from collections import ChainMap, Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from multiprocessing import current_process
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from meshtrain.planning.assembly.shorter import ShortPipeline, pass_orders_of, s
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
-from meshtrain.planning.simulation.models import messages_of
+from meshtrain.planning.simulation.models import layer_kinds, messages_of
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.ranks import RankError
@@ -103,7 +103,8 @@ def _shortest(run: SimulatedRun, outline: Outline) -> tuple[Sequence[int], Seque
         same; and the pipeline in which they are simulated.
     """
     held = stages_of_ranks(run)
-    kinds = [_rank_kind(outline.stages, stages) for stages in held]
+    beside = _layers_beside(run)
+    kinds = [(_rank_kind(outline.stages, stages), *(beside[stage] for stage in stages)) for stages in held]
     # The last of them, which has the fewest microbatches at once.
     last = {kind: rank for rank, kind in enumerate(kinds)}
     chosen = sorted(last.values())
@@ -147,6 +148,14 @@ def _shows_all(short: ShortPipeline, run: SimulatedRun, likes: Sequence[int]) ->
 def _rank_kind(stages: Sequence[StageOutline], held: Sequence[int]) -> tuple[Hashable, ...]:
     """Return a value that is equal for pp ranks that compute and send the same."""
     return tuple((stages[stage].kind, stage + 1 in held) for stage in held)
+
+
+def _layers_beside(run: SimulatedRun) -> list[tuple[Hashable, ...]]:
+    """Return the kinds of the teacher's layers in each stage; none without a teacher."""
+    if run.teacher is None:
+        return [()] * len(run.plan.pipeline.layer_counts)
+    kinds = layer_kinds(run.teacher.build_model())
+    return [kinds[first:end] for first, end in pairwise(accumulate(run.teacher.plan.pipeline.layer_counts, initial=0))]
 
 
 def _groups(run: SimulatedRun, outline: Outline, held: Sequence[int]) -> list[tuple[int, ...]]:

@@ -80,6 +80,9 @@ def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) 
 
 def _chosen_alone(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> ShortPipeline | None:
     """Return a pipeline of the chosen pp ranks alone, if they then do the same."""
+    if run.teacher is not None:
+        # It has as many stages.
+        return None
     held = stages_of_ranks(run)
     kept = sorted(stage for rank in chosen for stage in held[rank])
     stages = tuple(outline.stages[stage] for stage in kept)

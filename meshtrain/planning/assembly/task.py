@@ -31,7 +31,10 @@ class Task:
     @property
     def num_layer_passes(self) -> int:
         """Return how many forward passes through single layers are simulated."""
-        return num_microbatches(self.run.plan, self.run.batch) * sum(len(self.stages[it].kept) for it in self.held)
+        teacher = self.run.teacher
+        beside = [] if teacher is None else [teacher.plan.pipeline.layer_counts[it] for it in self.held]
+        kept = sum(len(self.stages[it].kept) for it in self.held)
+        return num_microbatches(self.run.plan, self.run.batch) * (kept + sum(beside))
 
     def simulate(self) -> RankProfile:
         """Return what the process does in a step.

@@ -54,8 +54,8 @@ def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, di
         average.begin()
     teacher = None
     if run.teacher is not None:
-        teacher = run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, device)
-        teacher.initialize(0)
+        teacher = run.teacher.build(pipeline, device)
+        teacher.pipeline.initialize(0)
     rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
     vocabulary = run.hf_config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))

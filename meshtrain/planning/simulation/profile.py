@@ -12,6 +12,8 @@ from meshtrain.planning.simulation.recorder import HEAD, Change, Place, Recorder
 ROLES = tuple(Role)
 # Phases in which a microbatch goes forward.
 FORWARD = ("forward", "after forward")
+# The phase of a pass of the teacher before the passes of the model. It belongs to no stage of that.
+AHEAD = "teacher forward"
 # The messages between stages. A schedule sends them while it computes any other microbatch.
 BETWEEN_STAGES = ("send", "recv_")
 
@@ -161,5 +163,6 @@ def _role_index(recorder: Recorder, change: Change, ends: Mapping[int, int], pha
         role = Role.LOSS
     if role is None:
         outlives = ends.get(change.storage, change.section + 1) > change.section
-        role = Role.ACTIVATIONS if phases[change.section] in FORWARD and outlives else Role.TEMPORARY
+        is_kept = phases[change.section] in (*FORWARD, AHEAD) and outlives
+        role = Role.ACTIVATIONS if is_kept else Role.TEMPORARY
     return ROLES.index(role)

@@ -36,11 +36,12 @@ from meshtrain.parallel.shard import fsdp_modules
 from meshtrain.planning.simulation.models import build_run_model, run_adapters, shared_structure
 from meshtrain.planning.simulation.no_passes import without_passes
 from meshtrain.planning.simulation.optimizer import FakeOptimizer
-from meshtrain.planning.simulation.profile import FORWARD, RankProfile, profile_of
+from meshtrain.planning.simulation.profile import AHEAD, FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
+from meshtrain.training.distillation.passes import BuiltTeacher
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.preference.rows import reference_like
@@ -217,7 +218,8 @@ def _record(
         recorder.hold(optimizer.states(), Role.OPTIMIZER)
         recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
         if teacher is not None:
-            recorder.hold((_local(it) for _, it in teacher.named_parameters()), Role.TEACHER)
+            recorder.hold((_local(it) for _, it in teacher.pipeline.named_parameters()), Role.TEACHER)
+            _watch_teacher(recorder, teacher.pipeline)
         pipeline = change(pipeline)
         context = StepContext(
             pipeline=pipeline,
@@ -237,8 +239,19 @@ def _record(
     return recorder
 
 
-def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[Pipeline, Pipeline | None]:
-    """Return the pipelines of the model and of the teacher, if the run has one."""
+def _watch_teacher(recorder: Recorder, teacher: Pipeline) -> None:
+    """Begin a section for each pass of a teacher that goes through its stages before the model."""
+
+    def begin(module: nn.Module, args: Any) -> None:
+        recorder.enter(AHEAD)
+
+    for stage in teacher.stages if teacher.num_stages > 1 else ():
+        # Before the hook of FSDP2, which gathers parameters.
+        stage.model.register_forward_pre_hook(begin, prepend=True)
+
+
+def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[Pipeline, BuiltTeacher | None]:
+    """Return the pipeline of the model, and the teacher, if the run has one."""
     model = build_run_model(run)
     pipeline = build_pipeline(
         model,
@@ -255,7 +268,7 @@ def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[
     )
     if run.teacher is None:
         return pipeline, None
-    return pipeline, run.teacher.build_pipeline(pipeline.mesh, run.batch.micro_batch_size, CPU, allocation)
+    return pipeline, run.teacher.build(pipeline, CPU, allocation)
 
 
 def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
@@ -274,13 +287,13 @@ def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractCon
     yield recorder
 
 
-def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: Pipeline | None) -> TokenLoss:
+def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: BuiltTeacher | None) -> TokenLoss:
     """Return the loss of a run.
 
     Args:
         run: to be simulated, or built as it would be simulated.
         pipeline: of the model that trains.
-        teacher: of the teacher, if the run has one.
+        teacher: if the run has one.
     """
     return build_run_loss(
         pipeline,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, Border, Instruction, Pass
 from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline, bubble
-from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
+from meshtrain.planning.simulation.profile import AHEAD, ActionProfile, RankProfile
 from meshtrain.planning.speed.clock import AxisTime, Clock
 from meshtrain.planning.speed.rates import Rates
 
@@ -50,8 +50,9 @@ def replay(
     """
     network = _Network(border_bytes, rates)
     ranks = [_Rank(profile, program, Clock(rates)) for profile, program in zip(profiles, programs, strict=True)]
+    ready = 0.0
     for rank in ranks:
-        rank.begin()
+        ready = rank.begin(ready)
     while not all(rank.is_done for rank in ranks):
         went_on = [rank.go_on(network) for rank in ranks]
         if not any(went_on):
@@ -122,9 +123,23 @@ class _Rank:
         """Return whether all passes are done."""
         return self._next == len(self._program)
 
-    def begin(self) -> None:
-        """Do what comes before the passes."""
-        self._run("other", self._before)
+    def begin(self, ready: float) -> float:
+        """Do what comes before the passes.
+
+        Args:
+            ready: when the first stage of the teacher on this process gets the first microbatch.
+
+        Returns:
+            When the next stage gets it.
+        """
+        first = next((at for at, action in enumerate(self._before) if action.phase == AHEAD), len(self._before))
+        self._run("other", self._before[:first])
+        if first < len(self._before):
+            self._add("wait", ready, None)
+        self._run("other", self._before[first : first + 1])
+        ready = self.clock.now
+        self._run("other", self._before[first + 1 :])
+        return ready
 
     def go_on(self, network: _Network) -> bool:
         """Go on until a message has not come. Return whether anything was done."""

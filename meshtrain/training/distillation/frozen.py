@@ -31,7 +31,7 @@ def with_teacher(run: Run, found: tuple[Location, Manifest] | None) -> Run:
     if folder is None:
         return run
     assert isinstance(loss, DistillationLoss), "the run learns from a teacher"
-    return replace(run, teacher=load_teacher(loss.teacher, folder, found))
+    return replace(run, teacher=load_teacher(loss.teacher.pipeline, folder, found))
 
 
 def load_teacher(pipeline: Pipeline, folder: str, found: tuple[Location, Manifest] | None) -> SavedTeacher:

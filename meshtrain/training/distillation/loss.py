@@ -1,5 +1,6 @@
 """The loss of a run with a teacher."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,13 @@ from meshtrain.config.distillation import DistillationConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor.collectives import gather_vocabulary, shard_width
 from meshtrain.training.distillation.divergence import summed_divergence
-from meshtrain.training.distillation.teacher import teacher_logits
+from meshtrain.training.distillation.passes import BuiltTeacher
 from meshtrain.training.loss import Batch, MeanLoss, MeanWithTerms, TokenLoss, vocabulary_of, widened
 
 CROSS_ENTROPY, DIVERGENCE = "cross_entropy", "kl"
 
 
-def build_distillation_loss(pipeline: Pipeline, teacher: Pipeline, config: DistillationConfig) -> TokenLoss:
+def build_distillation_loss(pipeline: Pipeline, teacher: BuiltTeacher, config: DistillationConfig) -> TokenLoss:
     """Return the loss of a run with a teacher, for logits as its last stage returns them."""
     return DistillationLoss(*vocabulary_of(pipeline), config, teacher)
 
@@ -32,7 +33,7 @@ class DistillationLoss(TokenLoss):
     """
 
     config: DistillationConfig
-    teacher: Pipeline
+    teacher: BuiltTeacher
 
     @property
     def term_names(self) -> tuple[str, ...]:
@@ -40,13 +41,15 @@ class DistillationLoss(TokenLoss):
         return (CROSS_ENTROPY, DIVERGENCE)
 
     def begin_step(self, pipeline: Pipeline, batch: Batch, counted: Tensor, scale: float) -> tuple[Batch, MeanLoss]:
-        """Return the batch, and the loss function of the step.
+        """Return the batch, and the loss function of the step. Collective.
 
         The arguments are those of `TokenLoss`.
         """
+        pipeline.activity.enter("teacher")
+        theirs = self.teacher.logits(batch)
         sums = torch.zeros(2, dtype=torch.float64, device=counted.device)
         number = counted.clamp(min=1)
-        return batch, MeanWithTerms(_Microbatches(self, batch, sums), number, scale, number.expand(2))
+        return batch, MeanWithTerms(_Microbatches(self, theirs, sums), number, scale, number.expand(2))
 
     def divergence(self, logits: Tensor, labels: Tensor, theirs: Tensor) -> Tensor:
         """Return the () sum of the divergences of the trained tokens, in nats.
@@ -54,7 +57,7 @@ class DistillationLoss(TokenLoss):
         Args:
             logits: of the model, as for `TokenLoss`.
             labels: (batch, seq).
-            theirs: of the teacher, as its pipeline returns them.
+            theirs: of the teacher, as its last stage returns them.
         """
         theirs = self._laid_out(theirs)
         own, other = (widened(it).flatten(0, 1) for it in (logits, theirs))
@@ -62,7 +65,7 @@ class DistillationLoss(TokenLoss):
         return summed_divergence(own, other, counted, self.config.temperature, self.group)
 
     def _laid_out(self, theirs: Tensor) -> Tensor:
-        group = vocabulary_of(self.teacher)[1]
+        group = vocabulary_of(self.teacher.pipeline)[1]
         return laid_out(theirs, self.vocabulary, group, self.group)
 
 
@@ -83,30 +86,27 @@ def laid_out(logits: Tensor, vocabulary: int, there: ProcessGroup | None, here: 
     return logits
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Microbatches:
     """The loss of a microbatch, summed over its trained tokens.
 
     Attributes:
         loss: of the run.
-        batch: of the step, whose microbatches come in order.
+        theirs: the logits of the teacher for each microbatch.
         sums: (2,) float64, of both terms, over the microbatches so far.
-        rows: number of rows of the microbatches so far.
     """
 
     loss: DistillationLoss
-    batch: Batch
+    theirs: Iterator[Tensor]
     sums: Tensor
-    rows: int = 0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the () sum; the arguments are those of `TokenLoss`."""
-        first, self.rows = self.rows, self.rows + len(labels)
-        # Only one microbatch of the teacher's logits exists at once.
-        theirs = teacher_logits(self.loss.teacher, {name: it[first : self.rows] for name, it in self.batch.items()})
         weight, temperature = self.loss.config.weight, self.loss.config.temperature
-        divergence = self.loss.divergence(logits, labels, theirs)
+        # torch's schedules pass no number of the microbatch. They compute losses in order. Only one
+        # microbatch of the teacher's logits exists at once.
+        divergence = self.loss.divergence(logits, labels, next(self.theirs))
         cross_entropy = self.loss(logits, labels)
-        self.sums += torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
+        self.sums.add_(torch.stack([cross_entropy.detach().double(), divergence.detach().double()]))
         # Gradients of the divergence shrink with the square of the temperature.
         return (1.0 - weight) * cross_entropy + weight * temperature**2 * divergence

@@ -1,22 +1,26 @@
 """The teacher: a frozen model from a folder, laid out on the mesh of the run."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
 from meshtrain.config.distillation import DistillationConfig
 from meshtrain.config.families import with_family
-from meshtrain.config.mesh import CP, EP, PP
-from meshtrain.config.plan import PRECISIONS, LossPlan, ParallelPlan, PrecisionPlan, RecomputePlan
+from meshtrain.config.plan import (
+    PRECISIONS,
+    ContextPlan,
+    LossPlan,
+    ParallelPlan,
+    PipelinePlan,
+    PrecisionPlan,
+    RecomputePlan,
+)
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import ConfigError, ModelError, PlanError, UserError
 from meshtrain.models.build import build_meta_model, load_hf_config
@@ -24,7 +28,10 @@ from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.rotary import constant_length
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check.head import find_base_apart
+from meshtrain.parallel.head.apart import HeadApart
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.distillation.passes import BuiltTeacher
 
 ASKED = "distillation.teacher"
 _REAL: AbstractContextManager[Any] = nullcontext()
@@ -39,37 +46,47 @@ class Teacher:
         hf_config: of the model.
         attention: its implementation.
         plan: that of the run, resolved for this model.
+        base: with a pipeline, the name of the base model, whose results are kept until the logits
+            are needed; None for a class of which the logits are kept.
     """
 
     config: DistillationConfig
     hf_config: PretrainedConfig
     attention: str
     plan: ParallelPlan
+    base: str | None = None
 
     def build_model(self) -> PreTrainedModel:
         """Return the stock model on the meta device, frozen."""
         return _frozen_model(self.hf_config, self.attention, self.plan)
 
-    def build_pipeline(
-        self,
-        mesh: DeviceMesh,
-        micro_batch_size: int,
-        device: torch.device,
-        allocation: AbstractContextManager[Any] = _REAL,
-    ) -> Pipeline:
-        """Return the model on a mesh, with memory for its parameters, without values. Collective.
+    def build(
+        self, beside: Pipeline, device: torch.device, allocation: AbstractContextManager[Any] = _REAL
+    ) -> BuiltTeacher:
+        """Return the model with memory for its parameters, without values. Collective.
 
-        The arguments are those of `meshtrain.parallel.build_pipeline`.
+        Args:
+            beside: the pipeline of the model that trains.
+            device: as for `meshtrain.parallel.build_pipeline`, like `allocation`.
+            allocation: see there.
         """
-        return build_pipeline(
+        pipeline = build_pipeline(
             self.build_model(),
-            mesh,
+            beside.mesh,
             self.plan,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=beside.micro_batch_size,
             seed=0,
             device=device,
             allocation=allocation,
+            peers=beside.peers,
         )
+        for stage in pipeline.stages:
+            stage.model.eval()
+        last = pipeline.stages[-1]
+        if self.base is None or not last.is_last:
+            return BuiltTeacher(pipeline)
+        keeps = self.plan.shard.reshard_after_forward == "never"
+        return BuiltTeacher(pipeline, HeadApart(last.model, self.base, last.channel, keeps_gathered=keeps))
 
 
 def resolve_teacher(config: RunConfig, model: PreTrainedModel, plan: ParallelPlan, batch: BatchShape) -> Teacher | None:
@@ -86,12 +103,13 @@ def resolve_teacher(config: RunConfig, model: PreTrainedModel, plan: ParallelPla
     """
     if config.distillation.teacher is None:
         return None
-    _check_mesh(plan)
     hf_config = _load_config(config)
     _check_vocabulary(hf_config, model)
     own = config.plan.model_copy(
         update={
             "mesh": plan.mesh,
+            "pipeline": _pipeline(config.plan.pipeline),
+            "context": _context(plan.context),
             "precision": _precision(plan.precision),
             "recompute": RecomputePlan(),
             "loss": LossPlan(chunk_tokens=0),
@@ -110,28 +128,8 @@ def resolve_teacher(config: RunConfig, model: PreTrainedModel, plan: ParallelPla
             f"{type(built).__name__} for all others in their batch",
             f"set data.sequence_length = {constant:,} or less, or take another teacher",
         )
-    return Teacher(config.distillation, hf_config, config.model.attention, own)
-
-
-def teacher_logits(pipeline: Pipeline, microbatch: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits of a teacher for a microbatch, without gradients or dropout. Collective.
-
-    Args:
-        pipeline: of the teacher, on one stage.
-        microbatch: `input_ids`, `labels` and further inputs, (batch, seq) each.
-
-    Returns:
-        (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
-    """
-    found: list[Tensor] = []
-
-    def keep(logits: Tensor, labels: Tensor) -> Tensor:
-        found.append(logits)
-        return logits.new_zeros(())
-
-    pipeline.evaluate(microbatch, keep)
-    (logits,) = found
-    return logits
+    base = find_base_apart(own, built) if own.mesh.pp > 1 else None
+    return Teacher(config.distillation, hf_config, config.model.attention, own, base)
 
 
 def _frozen_model(hf_config: PretrainedConfig, attention: str, plan: ParallelPlan) -> PreTrainedModel:
@@ -139,16 +137,6 @@ def _frozen_model(hf_config: PretrainedConfig, attention: str, plan: ParallelPla
     for parameter in model.parameters():
         parameter.requires_grad = False
     return model
-
-
-def _check_mesh(plan: ParallelPlan) -> None:
-    for axis in (PP, CP, EP):
-        degree = plan.mesh.degree(axis)
-        if degree > 1:
-            raise PlanError(
-                f"{ASKED}: a teacher works over dp_shard, dp_replicate and tp, and mesh.{axis} is {degree}",
-                f"set it to 1, or leave out {ASKED}",
-            )
 
 
 def _load_config(config: RunConfig) -> PretrainedConfig:
@@ -174,6 +162,24 @@ def _check_vocabulary(hf_config: PretrainedConfig, model: PreTrainedModel) -> No
             "compared",
             "use a teacher with the tokenizer of the model",
         )
+
+
+def _pipeline(pipeline: PipelinePlan) -> PipelinePlan:
+    """Return the pipeline of a teacher: its own layers, in stages on the same processes."""
+    if pipeline.split_at is None and not isinstance(pipeline.layers_per_stage, list):
+        return pipeline
+    # These are layers of the model.
+    return pipeline.model_copy(update={"layers_per_stage": "balanced", "split_at": None})
+
+
+def _context(context: ContextPlan) -> ContextPlan:
+    """Return how the attention of a teacher sees full sequences: its logits are of the same tokens.
+
+    Args:
+        context: of the model, resolved.
+    """
+    # The numbers of heads may differ.
+    return context if context.method == "all_gather" else context.model_copy(update={"method": "auto"})
 
 
 def _precision(precision: PrecisionPlan) -> PrecisionPlan:
