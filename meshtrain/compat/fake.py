@@ -326,6 +326,16 @@ def message_kind(name: str) -> str:
     return next((kind for kind in kinds if plain.startswith(kind.replace("_", ""))), "send")
 
 
+def changed_arguments(func: Any, args: Any) -> list[Any]:
+    """Return the arguments that an operator changes.
+
+    Why: only its private schema tells them.
+    Holds: torch 2.11 to 2.13.
+    """
+    found = zip(func._schema.arguments, args, strict=False)
+    return [value for argument, value in found if argument.alias_info is not None and argument.alias_info.is_write]
+
+
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating-point operations of an operator: those of matrix products and attention.
 

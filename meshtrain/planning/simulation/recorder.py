@@ -19,6 +19,7 @@ from meshtrain.compat.fake import (
     QUERIES,
     UNTOUCHING,
     WAITS,
+    changed_arguments,
     flops_of,
     group_name_of,
     is_on_meta,
@@ -288,7 +289,9 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
         return _VIEW
     # A lookup reads as much as it returns, and not the whole table.
     read = sum(map(_size, results if name in LOOKUPS else given))
-    moved = 0 if name in UNTOUCHING else read + sum(map(_size, results))
+    # An optimizer's kernel returns nothing, and changes what it is given.
+    written = results or tensors_of(changed_arguments(func, args))
+    moved = 0 if name in UNTOUCHING else read + sum(map(_size, written))
     first = given or results
     # Products of blocks, whose scales are in a format of their own, may have another rate.
     dtypes = [it.dtype for it in first if it.dtype == BLOCK_SCALES] or [it.dtype for it in first]
