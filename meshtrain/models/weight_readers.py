@@ -3,7 +3,6 @@
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,8 +28,9 @@ def weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
 
 @functools.cache
 def _read_in(function: Callable[..., object]) -> frozenset[str]:
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    nodes = [*ast.walk(definition)]
+    source = inspect.getsource(function)
+    # Methods are indented. A line of text in one may not be, so they stay as they are.
+    nodes = [*ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))]
     harmless = {id(it.value) for it in nodes if isinstance(it, ast.Attribute) and it.attr in _HARMLESS}
     found = set()
     for node in nodes:

@@ -19,6 +19,8 @@ MOMENTS = {MEAN: True, SQUARES: False}
 # Number of elements whose moments are unpacked at once. On a CPU, four times as many take longer:
 # their memory is asked of the system again each time.
 CHUNK = 2**20
+# Parts of a large parameter: each part takes some forty operators.
+MOST_PARTS = 16
 
 
 def scale_of(moment: str) -> str:
@@ -106,6 +108,6 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Yield ranges of rows with `CHUNK` elements at most, or a single row."""
-    height = max(1, CHUNK // max(1, width))
+    """Yield ranges of rows with about `CHUNK` elements, or more in `MOST_PARTS` ranges."""
+    height = max(1, CHUNK // max(1, width), -(-num_rows // MOST_PARTS))
     return (slice(start, start + height) for start in range(0, num_rows, height))

@@ -19,6 +19,7 @@ from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel.account import account
+from meshtrain.training import blockwise_adamw
 from meshtrain.training.blockwise_adamw import BlockwiseAdamW
 from meshtrain.training.dynamic_map import levels_of
 from meshtrain.training.optim import optimizer_over
@@ -306,3 +307,23 @@ def test_plans_that_cut_a_block_are_refused(
 def test_format_of_the_moments_cannot_be_set() -> None:
     with pytest.raises(ValueError, match="`state` is not read by the optimizer 'adamw-8bit'; leave it out"):
         OptimizerConfig.model_validate({"name": "adamw-8bit", "state": "bfloat16"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_parameter_are_updated_as_the_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(50, WIDTH, dtype=dtype), torch.randn(3, 50, WIDTH, dtype=dtype)
+
+    def update() -> list[Tensor]:
+        parameter = nn.Parameter(start.clone())
+        optimizer = BlockwiseAdamW([{"params": [parameter]}], {parameter: parameter.shape}, lr=1e-2)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return [parameter.detach(), *optimizer.state[parameter].values()]
+
+    whole = update()
+    monkeypatch.setattr(blockwise_adamw, "CHUNK", 2 * WIDTH)
+    assert len(list(blockwise_adamw._parts(50, WIDTH))) == 13
+    for found, wanted in zip(update(), whole, strict=True):
+        assert torch.equal(found, wanted)

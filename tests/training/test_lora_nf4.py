@@ -18,6 +18,7 @@ from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models.packed import LEVELS, pack, row_bytes, unpack
+from meshtrain.models.weight_readers import weights_read_by
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
@@ -195,6 +196,23 @@ def test_weights_that_a_class_reads_itself_stay_in_full(tmp_path: Path) -> None:
         layer.mixer.in_proj.weight.data.copy_(rounded(layer.mixer.in_proj.weight.detach()))
     model.save_pretrained(tmp_path / "rounded")
     assert found == pytest.approx(train(beside(one, "rounded")), rel=1e-12)
+
+
+class Reader(nn.Module):
+    """Has a method with a line in the first column, as some classes of transformers do."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Read one weight, and the number format of another.
+
+        This line is not indented.
+        """
+        # Neither is the next comment.
+        # It says nothing.
+        return states.to(self.other.weight.dtype) @ self.own.weight + self.called(states)
+
+
+def test_weights_that_a_class_reads_are_found_in_its_source() -> None:
+    assert weights_read_by(Reader) == {"own"}
 
 
 def test_projections_of_another_class_are_refused(tmp_path: Path) -> None:
