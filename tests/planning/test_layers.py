@@ -1,12 +1,14 @@
 """A step that is put together from one with a few layers is that of all layers."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.cut.probe import probe_structure
@@ -179,7 +181,21 @@ def test_memory_grows_with_the_layers_in_number_or_in_size() -> None:
     assert sorted(grown.behind[0].changes.tolist()) == [-96] + [-8] * 12 + [8] * 12 + [96]
 
 
-@pytest.mark.parametrize("changes", [(8, -8, 8, -8), (8, 9, -8, -9), ()])
+def test_updates_of_one_parameter_after_the_other_are_repeated() -> None:
+    matrices, vectors = (5, -5, 6, -6), (2, -2)
+    steps = [Outside(action(4), (action(*matrices * it, 9, -9, *vectors * it, 3, -3),)) for it in (1, 2, 4)]
+    grown = steps[0].with_more_layers(steps[1], 3)
+    assert grown.behind[0].changes.tolist() == steps[2].behind[0].changes.tolist()
+
+
+@pytest.mark.parametrize("name", ["adamw-8bit", "lion"])
+def test_such_optimizers_keep_as_much_for_layers_that_are_left_out(name: OptimizerName) -> None:
+    run = replace(deep_run("llama", "pp"), optimizer=OptimizerConfig(name=name))
+    ((left_out),) = run_on_ranks(1, compare, run, joins=False, timeout=600)
+    assert sum(left_out) > 0
+
+
+@pytest.mark.parametrize("changes", [(9, -9, 8, -7), (8, 9, -8, -9), ()])
 def test_growth_that_is_not_clear_is_refused(changes: tuple[int, ...]) -> None:
     few, more = (Outside(action(1), (action(*it),)) for it in ((8, -8), changes))
     with pytest.raises(UnevenGrowthError):

@@ -4,7 +4,7 @@ There a process computes with the parameters of all layers alike, so that each l
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -77,10 +77,36 @@ def _grown_changes(few: ActionProfile, more: ActionProfile, times: int) -> Itera
     """Yield changes of memory and their roles. Between two of other signs the order is lost."""
     runs, longer = _runs(few), _runs(more)
     if len(runs) != len(longer):
-        raise UnevenGrowthError("memory grows and shrinks in another order")
+        yield from _repeated(few, more, times)
+        return
     for one, other in zip(runs, longer, strict=True):
         for (role, (size,)), number in _grown_counts(one, other, times).items():
             yield from [(size, role)] * number
+
+
+def _repeated(few: ActionProfile, more: ActionProfile, times: int) -> list[tuple[int, int]]:
+    """Return changes of memory and their roles, where a layer adds some in one place or in two.
+
+    An optimizer that updates one parameter after the other does so: it has matrices and vectors in
+    different groups.
+    """
+    one, other = (list(zip(it.changes.tolist(), it.roles.tolist(), strict=True)) for it in (few, more))
+    added = len(other) - len(one)
+    begin = _num_alike(one, other)
+    for first in range(added, 0, -1):
+        rest, behind = one[begin:], other[begin + first :]
+        middle = _num_alike(rest, behind)
+        second = behind[middle : middle + added - first]
+        if rest[middle:] == behind[middle + len(second) :]:
+            block = other[begin : begin + first]
+            return [*one[:begin], *block * times, *rest[:middle], *second * times, *rest[middle:]]
+    raise UnevenGrowthError("memory grows and shrinks in another order")
+
+
+def _num_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many of the first items of two sequences are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _runs(action: ActionProfile) -> list[_Counts]:
