@@ -192,11 +192,8 @@ class Pipeline:
 
         Over all stages, each parameter of the model appears exactly once.
         """
-        owned: dict[str, nn.Parameter] = {}
+        owned = {}
         for stage in self.stages:
-            if not stage.tied:
-                owned |= dict(stage.named_parameters())
-                continue
             held = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
             for name, parameter in stage.named_parameters():
                 # Both ends of a tie may be on this stage, and the copy may come first.

@@ -32,9 +32,8 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
             parameter.grad = torch.zeros_like(parameter)
             filled.add(name)
     for stage in pipeline.stages:
-        if stage.filled:
-            filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
-            stage.filled.clear()
+        filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
+        stage.filled.clear()
     return filled
 
 
