@@ -80,19 +80,18 @@ def tensor_reduced_like(local: Tensor, like: DTensor, dim: int) -> DTensor:
     return _tensor_over(local, like.device_mesh, placements, [1 if at == dim else n for at, n in enumerate(like.shape)])
 
 
-def tensor_of_blocks_like(local: Tensor, like: DTensor, size: int) -> DTensor:
-    """Return a DTensor over the memory of `local`, with a number for each block of `like`.
+def tensor_of_shape_like(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor over the memory of `local`, of another shape but laid out as `like`.
 
     Args:
-        local: has the shape of the local part of `like`, but for the number of its blocks in the
-            last dimension.
-        like: a sharded tensor. No block is cut.
-        size: of a block.
+        local: this process's part.
+        like: a sharded tensor.
+        shape: of the result. Each process holds the same part of it as of `like`.
 
     Why: as for `tensor_like`, `DTensor.from_local` would move an offloaded tensor.
     Holds: torch 2.11 to 2.13.
     """
-    return _tensor_over(local, like.device_mesh, like.placements, [*like.shape[:-1], like.shape[-1] // size])
+    return _tensor_over(local, like.device_mesh, like.placements, shape)
 
 
 def _tensor_over(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> DTensor:

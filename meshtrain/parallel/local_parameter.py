@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshtrain.compat.autograd import tensor_over
-from meshtrain.compat.dtensor import local_part, tensor_like, tensor_of_blocks_like, tensor_reduced_like
+from meshtrain.compat.dtensor import local_part, tensor_like, tensor_of_shape_like, tensor_reduced_like
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.dtypes import dtype_name
-from meshtrain.models.layout import local_tensor
+from meshtrain.models.layout import blocks_shape, local_tensor
 
 # Functions and classes of torch that need all gradients, but would see only those of this process:
 # module -> name, problem.
@@ -150,7 +150,9 @@ def laid_out_as_reduced(local: Tensor, parameter: Tensor, dim: int) -> Tensor:
 
 def laid_out_as_blocks(local: Tensor, parameter: Tensor, size: int) -> Tensor:
     """Return the same for a tensor with one number for each block of the last dimension."""
-    return tensor_of_blocks_like(local, parameter, size) if isinstance(parameter, DTensor) else local
+    if not isinstance(parameter, DTensor):
+        return local
+    return tensor_of_shape_like(local, parameter, blocks_shape(parameter.shape, size))
 
 
 def choose_kernels(optimizer: Optimizer) -> None:

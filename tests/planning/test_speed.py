@@ -11,10 +11,12 @@ import torch
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, instructions, pass_orders
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import PipelinePlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.machine import find_machine, shipped_machines
+from meshtrain.planning.search.update import touched_bytes
 from meshtrain.planning.simulation.profile import AHEAD, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.clock import Clock
@@ -236,3 +238,8 @@ def test_shipped_machines_say_where_each_rate_comes_from() -> None:
         unset = {"speed.operators", "speed.messages"}
         assert set(config.constants()) - unset <= told, name
         assert config.measured == []
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 28), (torch.bfloat16, 14)])
+def test_update_of_adamw_reads_four_numbers_and_writes_three(dtype: torch.dtype, num_bytes: int) -> None:
+    assert touched_bytes(OptimizerConfig(), dtype) == pytest.approx(num_bytes, rel=1e-6)
