@@ -8,19 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshtrain.models.build import build_meta_model
-from meshtrain.models.dtypes import DTYPES
-from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.simulation.models import run_adapters
-from meshtrain.planning.simulation.rank import simulated_loss
+from meshtrain.planning.simulation.building import build_context, build_models
 from meshtrain.planning.simulation.run import SimulatedRun
-from meshtrain.runtime.mesh import init_mesh
-from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_optimizer
-from meshtrain.training.parameter_groups import freeze
 from meshtrain.training.preference.rows import reference_like
-from meshtrain.training.step import StepContext, no_update, train_step
+from meshtrain.training.step import StepContext, train_step
 from meshtrain.training.weight_average import build_average
 
 WARM_UP, STEPS = 3, 15
@@ -28,46 +21,17 @@ WARM_UP, STEPS = 3, 15
 
 def build_real(run: SimulatedRun, device: torch.device) -> tuple[StepContext, dict[str, Tensor]]:
     """Build what a run works with, and a batch of random tokens. Collective."""
-    plan = run.plan
-    model = build_meta_model(
-        run.hf_config,
-        dtype=DTYPES[plan.precision.parameters],
-        attention=run.attention,
-        trust_remote_code=run.trust_remote_code,
-    )
-    adapters = run_adapters(run, model)
-    freeze(model, run.optimizer)
-    pipeline = build_pipeline(
-        model,
-        init_mesh(plan.mesh, device.type),
-        plan,
-        micro_batch_size=run.batch.micro_batch_size,
-        seed=0,
-        device=device,
-        router=run.router,
-        adapters=adapters,
-        packs_base=run.lora.base == "nf4",
-    )
+    pipeline, teacher = build_models(run, device)
     pipeline.initialize(0)
+    if teacher is not None:
+        teacher.pipeline.initialize(0)
     average = build_average(pipeline, run.ema)
     if average is not None:
         average.begin()
-    teacher = None
-    if run.teacher is not None:
-        teacher = run.teacher.build(pipeline, device)
-        teacher.pipeline.initialize(0)
-    rows = num_microbatches(plan, run.batch) * run.batch.micro_batch_size
+    context = build_context(run, pipeline, teacher, build_optimizer(pipeline, run.optimizer), average)
+    rows = num_microbatches(run.plan, run.batch) * run.batch.micro_batch_size
     vocabulary = run.hf_config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, run.batch.sequence_length), generator=torch.Generator().manual_seed(0))
-    context = StepContext(
-        pipeline=pipeline,
-        loss=simulated_loss(run, pipeline, teacher),
-        optimizer=build_optimizer(pipeline, run.optimizer),
-        learning_rate=lambda step: run.optimizer.learning_rate,
-        max_gradient_norm=run.optimizer.max_gradient_norm,
-        loss_scale=build_loss_scale(plan.precision),
-        after_update=no_update if average is None else average.update,
-    )
     batch = {name: ids.to(device) for name in ("input_ids", "labels")}
     if "attention_mask" in run.inputs:
         # A mask without pads would be left out.

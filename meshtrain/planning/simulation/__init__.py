@@ -1,5 +1,6 @@
 """The real step of one process of a run, on fake tensors, without an accelerator.
 
+building: the models of a run, and what a step works with.
 fewer_layers: a model with some of its layers left out.
 models: the model of a run, built once.
 no_passes: a pipeline that fills in gradients without a pass.

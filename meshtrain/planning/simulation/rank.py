@@ -24,29 +24,23 @@ from meshtrain.compat.fake import (
 )
 from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
-from meshtrain.config.distillation import NO_DISTILLATION
 from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, STAGE, fsdp_axis_of
 from meshtrain.errors import ModelError
-from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.float8.product import products_as_on_gpus
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
-from meshtrain.planning.simulation.models import build_run_model, run_adapters, shared_structure
+from meshtrain.planning.simulation.building import build_context, build_models
 from meshtrain.planning.simulation.no_passes import without_passes
 from meshtrain.planning.simulation.optimizer import FakeOptimizer
 from meshtrain.planning.simulation.profile import AHEAD, FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
-from meshtrain.runtime.mesh import axis_size, fsdp_group, init_mesh, stage_group
-from meshtrain.training.distillation.passes import BuiltTeacher
-from meshtrain.training.loss import TokenLoss
-from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.runtime.mesh import axis_size, fsdp_group, stage_group
 from meshtrain.training.preference.rows import reference_like
-from meshtrain.training.run_loss import build_run_loss
-from meshtrain.training.step import StepContext, no_update, train_step
+from meshtrain.training.step import train_step
 from meshtrain.training.weight_average import build_average
 
 CPU = torch.device("cpu")
@@ -203,7 +197,7 @@ def _record(
     with fake_process_group(rank, run.plan.mesh.world_size), ExitStack() as stack:
         fake = fake_tensors()
         quick = QuickFakeTensors(fake)
-        pipeline, teacher = _build(run, quick)
+        pipeline, teacher = build_models(run, CPU, quick)
         # The groups are made before tensors are fake, because torch looks for this process in a
         # tensor.
         axes = group_axes(pipeline)
@@ -221,15 +215,7 @@ def _record(
             recorder.hold((_local(it) for _, it in teacher.pipeline.named_parameters()), Role.TEACHER)
             _watch_teacher(recorder, teacher.pipeline)
         pipeline = change(pipeline)
-        context = StepContext(
-            pipeline=pipeline,
-            loss=simulated_loss(run, pipeline, teacher),
-            optimizer=optimizer,
-            learning_rate=lambda step: run.optimizer.learning_rate,
-            max_gradient_norm=run.optimizer.max_gradient_norm,
-            loss_scale=build_loss_scale(run.plan.precision),
-            after_update=no_update if average is None else average.update,
-        )
+        context = build_context(run, pipeline, teacher, optimizer, average)
         recorder.hold(batch.values(), Role.BATCH)
         pipeline.prepare(batch["labels"])
         for part in _as_simulated(run, recorder):
@@ -250,27 +236,6 @@ def _watch_teacher(recorder: Recorder, teacher: Pipeline) -> None:
         stage.model.register_forward_pre_hook(begin, prepend=True)
 
 
-def _build(run: SimulatedRun, allocation: AbstractContextManager[Any]) -> tuple[Pipeline, BuiltTeacher | None]:
-    """Return the pipeline of the model, and the teacher, if the run has one."""
-    model = build_run_model(run)
-    pipeline = build_pipeline(
-        model,
-        init_mesh(run.plan.mesh, "cpu"),
-        run.plan,
-        micro_batch_size=run.batch.micro_batch_size,
-        seed=0,
-        device=CPU,
-        router=run.router,
-        adapters=run_adapters(run, model),
-        packs_base=run.lora.base == "nf4",
-        allocation=allocation,
-        structure=shared_structure(run),
-    )
-    if run.teacher is None:
-        return pipeline, None
-    return pipeline, run.teacher.build(pipeline, CPU, allocation)
-
-
 def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     """Yield what is entered while a step is simulated; the recorder is the last one."""
     # Compiled layers are simulated as they are written.
@@ -285,24 +250,6 @@ def _as_simulated(run: SimulatedRun, recorder: Recorder) -> Iterator[AbstractCon
     yield propagation_marked(recorder.hide)
     yield resizes_seen(recorder.resized)
     yield recorder
-
-
-def simulated_loss(run: SimulatedRun, pipeline: Pipeline, teacher: BuiltTeacher | None) -> TokenLoss:
-    """Return the loss of a run.
-
-    Args:
-        run: to be simulated, or built as it would be simulated.
-        pipeline: of the model that trains.
-        teacher: if the run has one.
-    """
-    return build_run_loss(
-        pipeline,
-        run.objective,
-        run.preference,
-        has_weights=run.has_weights,
-        distillation=NO_DISTILLATION if run.teacher is None else run.teacher.config,
-        teacher=teacher,
-    )
 
 
 def _batch(run: SimulatedRun) -> dict[str, Tensor]:
