@@ -8,6 +8,7 @@ kinds: what the layers of each kind of candidates need.
 layers: what one layer needs, from a simulated step.
 ranking: candidates from the fastest to the slowest.
 reasons: why a plan loses.
+sizes: the parameters of a model, and of its pp ranks.
 update: what an update of the parameters needs, in closed form.
 wanted: the run whose plan is searched.
 """

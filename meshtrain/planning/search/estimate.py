@@ -17,11 +17,11 @@ from meshtrain.config.mesh import AXES, CP, DP_REPLICATE, EP, EXPERT_FSDP_AXES, 
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
-from meshtrain.parallel.cut.balance import balanced_layers
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.search.candidates import Candidate, Kind
 from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_seconds
-from meshtrain.planning.search.update import LARGE, Held, joined, num_numbers, update_seconds
+from meshtrain.planning.search.sizes import ModelSizes, RankSizes, rank_sizes
+from meshtrain.planning.search.update import LARGE, Held, update_seconds
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.speed.rates import GB, Rates
 
@@ -34,33 +34,6 @@ ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 MORE_ROWS = 4
 # Between its two parts, a backward pass keeps gradients too.
 SPLIT = 1.3
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The parameters of a model.
-
-    Attributes:
-        layers: number of parameters of each layer, without experts.
-        experts: number of parameters of the stacked experts of each layer.
-        around: number of parameters before the layers, and after them.
-        trained_share: of all parameters; the others are frozen.
-        layer_flops: per token, of each layer.
-        head_flops: per token, after the layers.
-        exchanged: number of elements that travel to experts and back for a token, in a layer.
-        keys: number of elements of keys and values of a token, in a layer.
-        matrices: of each layer, those that the optimizer updates as a whole; empty: none.
-    """
-
-    layers: tuple[int, ...]
-    experts: tuple[int, ...]
-    around: tuple[int, int]
-    trained_share: float
-    layer_flops: tuple[float, ...]
-    head_flops: float
-    exchanged: int
-    keys: int
-    matrices: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +100,7 @@ class Estimator:
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
-        shape = _shape(candidate.schedule, candidate.pp, candidate.stages_per_rank, self._sizes)
+        shape = rank_sizes(candidate.schedule, candidate.pp, candidate.stages_per_rank, self._sizes)
         number = self._batch // (candidate.data_degree * candidate.micro_batch_size)
         return Estimate(
             self._seconds(candidate, shape, number),
@@ -135,7 +108,7 @@ class Estimator:
             lambda: max(self._bytes(candidate, shape, rank, number) for rank in {0, candidate.pp - 1, shape.head_rank}),
         )
 
-    def _bytes(self, candidate: Candidate, shape: "_Shape", rank: int, number: int) -> float:
+    def _bytes(self, candidate: Candidate, shape: RankSizes, rank: int, number: int) -> float:
         needs = self._needs[candidate.kind, 1]
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
@@ -197,7 +170,7 @@ class Estimator:
         rounds = min(number // candidate.pp, ROUNDS)
         return _live_chunks(candidate.schedule, candidate.pp, candidate.stages_per_rank, rounds * candidate.pp)
 
-    def _seconds(self, candidate: Candidate, shape: "_Shape", number: int) -> float:
+    def _seconds(self, candidate: Candidate, shape: RankSizes, number: int) -> float:
         parts = self._parts_of(candidate)
         busy = max(
             shape.layers[rank] * (parts.forward_seconds + parts.backward_seconds)
@@ -335,51 +308,6 @@ def _fixed(low: float, high: float) -> float:
         high: the value for `MORE_ROWS` sequences.
     """
     return max(0.0, low - (high - low) / (MORE_ROWS - 1))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What each pp rank holds.
-
-    Attributes:
-        layers: number of layers.
-        parameters: number of parameters, without experts.
-        experts: number of parameters of experts.
-        around: number of parameters that belong to no layer.
-        updated: matrices that are updated as a whole, and number of other parameters; equal ones
-            once.
-        head_rank: the one that holds the head.
-    """
-
-    layers: tuple[int, ...]
-    parameters: tuple[int, ...]
-    experts: tuple[int, ...]
-    around: tuple[int, ...]
-    updated: frozenset[tuple[Held, int]]
-    head_rank: int
-
-
-@cache
-def _shape(schedule: ScheduleName, pp: int, stages_per_rank: int, sizes: ModelSizes) -> _Shape:
-    owners = stage_owners(PipelinePlan(schedule=schedule, stages_per_rank=stages_per_rank), pp)
-    layers, parameters, experts, begin = [0] * pp, [0] * pp, [0] * pp, 0
-    matrices: list[list[Held]] = [[] for _ in range(pp)]
-    for number, owner in zip(balanced_layers(sizes.layer_flops, sizes.head_flops, len(owners)), owners, strict=True):
-        layers[owner] += number
-        parameters[owner] += sum(sizes.layers[begin : begin + number])
-        experts[owner] += sum(sizes.experts[begin : begin + number])
-        matrices[owner] += sizes.matrices[begin : begin + number]
-        begin += number
-    around = [0] * pp
-    around[owners[0]] += sizes.around[0]
-    around[owners[-1]] += sizes.around[1]
-    parameters = [own + others for own, others in zip(parameters, around, strict=True)]
-    held = [joined(of_rank) for of_rank in matrices]
-    updated = frozenset(
-        (own, others + of_experts - num_numbers(own))
-        for own, others, of_experts in zip(held, parameters, experts, strict=True)
-    )
-    return _Shape(tuple(layers), tuple(parameters), tuple(experts), tuple(around), updated, owners[-1])
 
 
 @cache

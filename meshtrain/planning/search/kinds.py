@@ -21,8 +21,9 @@ from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.search.candidates import Kind
-from meshtrain.planning.search.estimate import MORE_ROWS, Estimator, ModelSizes
+from meshtrain.planning.search.estimate import MORE_ROWS, Estimator
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
+from meshtrain.planning.search.sizes import ModelSizes
 from meshtrain.planning.search.update import Held, Matrices, joined, touched_bytes
 from meshtrain.planning.search.wanted import Wanted
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
