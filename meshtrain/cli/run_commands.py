@@ -213,10 +213,8 @@ def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> N
     from meshtrain.api.check import check_run
     from meshtrain.training.report import show_run
 
-    checked = check_run(config, world_size)
-    show_run(checked)
-    left_out = "Activations and buffers" if checked.teacher is None else "Activations, buffers and the teacher"
-    console.line(f"The plan fits the model, the batches and the processes. {left_out} are not counted.")
+    show_run(check_run(config, world_size))
+    console.line("The plan fits the model, the batches and the processes. Activations and buffers are not counted.")
 
 
 @app.command()

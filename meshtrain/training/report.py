@@ -1,5 +1,6 @@
 """The tables that `check`, `plan` and the head of every run print."""
 
+from collections import Counter
 from typing import get_args
 
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from meshtrain.errors import name_some
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.whole.half import LanguageHalf
-from meshtrain.parallel.account import StageShare, messages
+from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.check.context import context_bytes
 from meshtrain.parallel.check.documents import why_mask
@@ -116,8 +117,13 @@ def _adapters(resolved: ResolvedRun) -> str:
 
 
 def _teacher(teacher: Teacher) -> str:
+    """Return what a teacher is, and how much of it each process holds."""
     model = teacher.build_model()
-    held = f"frozen in {teacher.plan.precision.parameters}, sharded as the model and beside it"
+    per_rank = Counter[int]()
+    for share in account(model, teacher.plan):
+        per_rank[share.pp_rank] += share.parameter_bytes
+    size = f"{max(per_rank.values()) / BYTES_PER_MB:,.2f} MB on a process at most, beside those of the model"
+    held = f"frozen in {teacher.plan.precision.parameters}, {size}"
     counts = teacher.plan.pipeline.layer_counts
     if len(counts) > 1:
         kept = "logits" if teacher.base is None else "last hidden states"

@@ -1,5 +1,7 @@
 """Distillation: every mesh trains as two stock models in one process by hand; what is refused."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import meshtrain
 from meshtrain.config.data import TokenizerConfig
 from meshtrain.config.distillation import NO_DISTILLATION
 from meshtrain.config.lora import LoraConfig
-from meshtrain.config.run import EvaluationConfig, ModelConfig
+from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.planning.search.command import search
@@ -23,7 +25,7 @@ from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 from tests.ranks import run_on_ranks
 from tests.training.preferences import close, compare, refused, train, write_base
-from tests.training.runs import VOCABULARY, Mesh, build_plan, build_run, read_metrics, steps_of, write_text
+from tests.training.runs import VOCABULARY, Mesh, build_plan, build_run, read_metrics, steps_of, train_here, write_text
 from tests.training.teachers import TEMPERATURE, run_on, stock_of, write_models, write_teacher
 
 # pp, dp_replicate, dp_shard, tp
@@ -98,6 +100,24 @@ def test_run_that_began_without_a_teacher_gets_none(tmp_path: Path) -> None:
     found = refused(run_on(tmp_path, (1, 1, 1, 1), name="run", steps=2))
     assert "it was saved by a run without a teacher, and distillation.teacher = " in found
     assert found.endswith("or begin a new run from its weights in a directory of its own")
+
+
+def shown_by(run: RunConfig) -> str:
+    """Train in this process, and return what the run prints."""
+    with redirect_stdout(StringIO()) as shown:
+        train_here(run)
+    return " ".join(shown.getvalue().split())
+
+
+def test_run_that_goes_on_without_its_teacher_says_so(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    run = run_on(tmp_path, (1, 1, 1, 1), name="run", steps=1)
+    train(run)
+    (tmp_path / "run/run.toml").unlink()
+    without = run.model_copy(update={"distillation": NO_DISTILLATION, "steps": 2})
+    (shown,) = run_on_ranks(1, shown_by, without, joins=False)
+    teacher = tmp_path / "teacher"
+    assert f"step-1 was saved by a run with the teacher {teacher}, and this run goes on without one" in shown
 
 
 def divergences(seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -265,8 +285,8 @@ def test_layers_of_a_teacher_are_balanced_where_the_plan_names_those_of_the_mode
     assert resolved.teacher.base == "transformer"
     row = dict(plan_table(resolved).rows)["teacher"]
     assert row.endswith(
-        f"sharded as the model and beside it, layers per stage {counts}; the last hidden states of a batch are kept "
-        "for the loss"
+        f"MB on a process at most, beside those of the model, layers per stage {counts}; the last hidden states of a "
+        "batch are kept for the loss"
     )
 
 
@@ -276,7 +296,11 @@ def test_a_teacher_in_one_piece_keeps_nothing(tmp_path: Path) -> None:
     resolved = resolved_with(tmp_path, [], 1)
     assert resolved.teacher is not None
     assert resolved.teacher.base is None
-    assert dict(plan_table(resolved).rows)["teacher"].endswith("sharded as the model and beside it")
+    size = resolved.teacher.build_model().num_parameters() * 4 / 1e6
+    row = dict(plan_table(resolved).rows)["teacher"]
+    assert row.endswith(f"frozen in float32, {size:,.2f} MB on a process at most, beside those of the model")
+    sharded = dict(plan_table(resolved_with(tmp_path, ["plan.mesh.dp_shard = 2"], 2)).rows)["teacher"]
+    assert f", {size / 2:,.2f} MB on a process at most" in sharded
 
 
 def test_all_logits_are_compared_where_a_loss_of_tokens_takes_chunks(tmp_path: Path) -> None:

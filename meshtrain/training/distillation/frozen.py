@@ -29,6 +29,11 @@ def with_teacher(run: Run, found: tuple[Location, Manifest] | None) -> Run:
     """
     loss, folder = run.context.loss, run.config.distillation.teacher
     if folder is None:
+        if found is not None and found[1].teacher is not None:
+            console.line(
+                f"{shown_location(found[0])} was saved by a run with the teacher {found[1].teacher.path}, and this run "
+                "goes on without one"
+            )
         return run
     assert isinstance(loss, DistillationLoss), "the run learns from a teacher"
     return replace(run, teacher=load_teacher(loss.teacher.pipeline, folder, found))
