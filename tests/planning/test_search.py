@@ -75,6 +75,15 @@ def test_fastest_plans_are_shown_and_the_first_is_written(run_file: str, capsys:
     assert cli._exit_code(["check", run_file, *overrides, "--world-size", str(PROCESSES)]) == 0
 
 
+def test_more_time_simulates_more_plans(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for seconds in ("1", "60"):
+        assert search(run_file, "plan.mesh.tp=1", "plan.shard.offload='none'", "--seconds", seconds) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        found.append(int(shown.partition(" promising or usual ones were simulated")[0].rpartition(" ")[2]))
+    assert 1 <= found[0] < found[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

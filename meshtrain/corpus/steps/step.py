@@ -1,11 +1,13 @@
 """A step and its directory, which holds its settings, its documents and their counts.
 
-NN-step/             shards of documents (for `split`: in train/, validation/ and test/)
-NN-step/dropped/     shards of dropped documents, with the reasons
-NN-step/step.json    the settings that the result depends on, and the identity of the input
-NN-step/counts.json  documents in, out, and dropped by reason; exists when the step is complete
-NN-step/logs/        datatrove's logs, for each pass
-NN-step/work/        files between two passes; removed when the step is complete
+It is called NN-step, with the number of the step and its name. Beside the shards of documents (for
+`split`: in train/, validation/ and test/) it has:
+
+dropped/     shards of dropped documents, with the reasons
+step.json    the settings that the result depends on, and the identity of the input
+counts.json  documents in, out, and dropped by reason; exists when the step is complete
+logs/        datatrove's logs, for each pass
+work/        files between two passes; removed when the step is complete
 """
 
 import json
