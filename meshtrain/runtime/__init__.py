@@ -3,6 +3,8 @@
 Start and end of a process:
 - `launch`: start the processes of a run on this machine, as torchrun does.
 - `process`: device, process group and store of one process, from start to end.
+- `fork_server`: fork ranks from a process that has imported what they need.
+- `apart`: run commands in processes of their own.
 - `environment`: the variables that torchrun and Slurm set.
 - `signals`: requests to stop, and stacks after a crash.
 - `lifetime`: whether processes are alive, and processes that end with their parent.

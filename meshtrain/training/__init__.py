@@ -26,9 +26,13 @@ Train
     optim: the optimizer and its learning rate.
     parameter_groups: the groups of an optimizer's parameters.
     per_parameter: optimizers whose steps update each parameter by itself.
+    fused_adamw: the step of AdamW by torch's fused kernel.
     rounded_adamw: AdamW with moments in bfloat16.
     blockwise_adamw: AdamW with moments in 8 bits. dynamic_map: how they are rounded.
     lion, muon, adafactor, schedule_free: these optimizers.
+    matrix_exchange: brings the parts of matrices together for Muon.
+    sharded_sums: sums over the dimensions of sharded parameters for Adafactor.
+    noise_scale: how noisy the gradients are.
     weight_average: an exponential moving average of the weights.
     history: skipped and bad steps of a run.
     checksums: checksums of parameters.
@@ -36,6 +40,7 @@ Train
 
 Hooks
     hooks: base class of hooks, and the state that is passed to them.
+    evaluators: what a run asks of its model between steps.
     logging_hooks: built-in hooks for metrics and printed lines.
     metrics: write metrics.jsonl and TensorBoard's events.
     epoch_averages: averages of metrics over the steps of an epoch.
@@ -43,6 +48,7 @@ Hooks
 
 Checkpoints
     run_checkpoints: resume from, save and go back to a checkpoint of a run.
+    frozen_base: the frozen model beside which adapters train, in a checkpoint.
     saving: checkpoints of a program with its own loop.
     state: the state that survives a restart.
     optimizer_state: the tensors that an optimizer keeps for each parameter.

@@ -10,4 +10,6 @@ records         Parses chunks into texts or fields.
 documents       Reads a corpus document by document in this process.
 chat_template   Finds the chat template of a tokenizer.
 conversations   Tokenizes conversations and completions, and marks what is trained on.
+preferences     Tokenizes answers that people have judged, each with its prompt.
+images          Refuses images, videos and sounds in records.
 """

@@ -3,6 +3,7 @@
 All contradictions are reported together.
 
 Modules:
+    async_tp: messages that are sent beside matrix products.
     batch: batch sizes and sequence lengths.
     context: how attention sees full sequences over cp.
     documents: how attention keeps packed documents apart.

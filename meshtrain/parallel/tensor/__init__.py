@@ -12,14 +12,21 @@ Modules:
     draws: selects the random stream for each part of a decoder layer.
     experts: applies the styles of stacked experts.
     flow: follows the parts of the heads through one forward pass on the meta device.
+    head_share: counts the heads of one process, also where tp does not divide their number.
     heads: makes attention modules count and read only the heads of one process.
+    local_shapes: gives the traces of a cut model the shapes of one process.
+    memory: remembers what was found out about classes.
     modules: module classes that hold a shard of their weights.
+    own_heads: applies the styles of projections and parameters of heads that stay full.
     probes: finds out by a cheap run what a module of an unknown class does.
     region: how hidden states are distributed over tp, and the collectives around sharded weights.
     requirements: what a module must be for a style.
     rules: resolves the rules of a plan for one model, and checks them.
     sequence: splits the hidden states along the sequence, and joins them.
+    shared_heads: chooses the styles of attention where tp does not divide the heads.
     shared_keys: applies the styles of keys and values that all heads share.
+    sources: finds rules that are known, and those that are derived from values.
+    split_flow: runs a model on the meta device with hidden states that are split.
     style_row: the facts of one style.
     styles: the table of styles, and the classes that apply them.
 
