@@ -3,42 +3,35 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from meshtrain.api.gradients import GradientCompletion
-from meshtrain.api.handle import Handle, find_handle
+from meshtrain.api.handle import Handle
 from meshtrain.api.model import make_adapted, make_parallel
+from meshtrain.api.own_code import check_code_of_projections, check_code_of_stages
 from meshtrain.api.own_loss import shifts_before_cross_entropy
 from meshtrain.api.pipelined_model import PipelinedModel
+from meshtrain.api.plan import complete_plan
 from meshtrain.api.rebind import record_successors
+from meshtrain.api.stock import check_stock
 from meshtrain.api.values import Values, check_equal_on_all, put, put_buffers, take
-from meshtrain.compat.nn import is_compiled, own_forward
-from meshtrain.compat.transformers import has_loss_of_program
-from meshtrain.config.arguments import check_flag, described, whole_number, wrong
-from meshtrain.config.families import with_family
-from meshtrain.config.mesh import AXES
+from meshtrain.config.arguments import check_flag, whole_number
 from meshtrain.config.plan import LossPlan, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import STOCK_ROUTER
 from meshtrain.config.toml import read_plan
-from meshtrain.errors import ConfigError, ModelError, PlanError, name_some
-from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
-from meshtrain.models.dtypes import dtype_name
-from meshtrain.models.fused import fused_modules
+from meshtrain.errors import ConfigError, ModelError, PlanError
+from meshtrain.models.adapters import put_on_adapters, take_off_adapters
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
 from meshtrain.models.ties import check_ties
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.parallel.cut.hooks import has_hooks_on_itself
 from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.head.proof import find_base
 from meshtrain.parallel.pipeline import Pipeline
@@ -49,7 +42,6 @@ from meshtrain.training.own_loss import check_own_loss
 from meshtrain.verify.first_use import ensure_model_proven
 
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
-WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 LONGEST_BALANCED = 1024
 """Stages are balanced for sequences of at most this many tokens."""
 
@@ -117,10 +109,10 @@ def parallelize(
     micro_batch_size = whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
     seed = None if seed is None else whole_number("parallelize: seed", seed)
     check_flag("parallelize: prove_unknown_class", prove_unknown_class)
-    stock = _check_stock(model)
+    stock = check_stock(model)
     given = read_plan(plan)
     check_number_format(given.precision.products)
-    wanted = _complete(given, stock, mesh)
+    wanted = complete_plan(given, stock, mesh)
     if wanted.tensor.async_tp:
         check_peer_memory(wanted.mesh.tp)
     if loss is not None:
@@ -167,9 +159,9 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
         values = take(stock, adapters, undo)
         check_equal_on_all(values)
         if wanted.mesh.pp > 1:
-            _check_code_of_stages(stock)
+            check_code_of_stages(stock)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
-        _check_code_of_projections(stock, resolved)
+        check_code_of_projections(stock, resolved)
         shifts = shifts_before_cross_entropy(stock) if resolved.mesh.pp > 1 else None
         undo.pop_all()
     return _TakenApart(resolved, values, adapters, shifts)
@@ -215,65 +207,6 @@ def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_
         # `stock.to` would also cast the rotary frequencies, which the model keeps in a format of
         # their own.
         parameter.data = parameter.data.to(getattr(torch, precision.parameters))
-
-
-def _check_stock(model: nn.Module) -> PreTrainedModel:
-    if find_handle(model) is not None:
-        raise ModelError(
-            "this model is parallel already",
-            "call meshtrain.parallelize once. For another plan save it (model.save_pretrained) and load it again, or "
-            "build it again",
-        )
-    _check_no_wrapper(model)
-    if hasattr(model, "get_base_model"):
-        model = _inside_of_adapter(model)
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{described(model)} is not a model of transformers", "pass one, such as GPT2LMHeadModel")
-    if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
-        what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
-        raise ModelError(
-            f"this {type(model).__name__} {what}", "load it without that, because meshtrain.parallelize distributes it"
-        )
-    return model
-
-
-def _check_no_wrapper(model: object) -> None:
-    if is_compiled(model):
-        raise ModelError(
-            "this model is compiled, but the plan decides what is compiled",
-            'pass the model from before torch.compile, and set {"compile": {"enabled": True}} in the plan',
-        )
-    if isinstance(model, WRAPPERS):
-        raise ModelError(
-            f"a {type(model).__name__} has copies or shards of its own",
-            'pass the model inside (model.module), and use the plan instead: {"mesh": {"dp_replicate": N}} as '
-            'DDP, {"mesh": {"dp_shard": N}} as FSDP',
-        )
-
-
-def _inside_of_adapter(model: Any) -> Any:
-    kinds = {str(config.peft_type.value): config for config in model.peft_config.values()}
-    if others := [kind for kind in kinds if kind != "LORA"]:
-        raise ModelError(
-            f"peft's {name_some(others)} cannot be made parallel", "use LoraConfig, or train the full model"
-        )
-    if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
-        raise ModelError(
-            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model with the adapters, but a "
-            "parallel model cannot",
-            'set bias = "none", and call requires_grad_(True) on the biases to train',
-        )
-    return model.get_base_model()
-
-
-def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | None) -> ParallelPlan:
-    """Return the plan completed with the mesh, and the model's precision and rules."""
-    if mesh is not None:
-        plan = _with_mesh(plan, mesh)
-    _refuse_of_runs(plan)
-    if "precision" not in plan.model_fields_set:
-        plan = plan.model_copy(update={"precision": _precision_of(model)})
-    return with_family(plan, model.config.model_type)
 
 
 def _check_loss(loss: LossFunction, plan: ParallelPlan, model: PreTrainedModel) -> None:
@@ -344,113 +277,6 @@ def _loss_of_program(plan: ParallelPlan, model: PreTrainedModel) -> LossPlan:
         return LossPlan(chunk_tokens=0)
     find_base(model, stock_loss=True)
     return plan.loss
-
-
-def _own_forwards(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return name -> module, for each module whose forward the program has replaced."""
-    return {name: module for name, module in model.named_modules() if own_forward(module) is not None}
-
-
-def _check_code_of_projections(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    """Check that no hook or forward of the program is on a projection that the plan replaces.
-
-    Args:
-        model: stock, not cut yet.
-        plan: resolved.
-
-    Raises:
-        ModelError: naming what would be lost.
-    """
-    own = _own_forwards(model)
-    for name in fused_modules(model, plan.tensor.fused):
-        if name in own or has_hooks_on_itself(model.get_submodule(name)):
-            what = "a replaced forward" if name in own else "a hook"
-            raise ModelError(
-                f"{name} has {what}, but tensor.fused keeps that projection in parts", "put it on the module around it"
-            )
-
-
-def _check_code_of_stages(model: PreTrainedModel) -> None:
-    """Check that no loss, hook or forward of the program would be lost in a pipeline.
-
-    Args:
-        model: stock, not cut yet.
-
-    Raises:
-        ModelError: naming what would be lost.
-    """
-    own = _own_forwards(model)
-    if has_loss_of_program(model):
-        raise ModelError(
-            "model.loss_function was set by the program, but the last stage of a pipeline computes the mean cross "
-            "entropy itself",
-            "pass it as meshtrain.parallelize(..., loss=...), or use a mesh with pp = 1, which uses the model's own "
-            "loss",
-        )
-    if "" in own:
-        raise ModelError(
-            "model.forward was replaced by the program, but the stages of a pipeline run the forward of the class, "
-            "and compute the loss themselves",
-            "use a mesh with pp = 1, or replace the forward of a module inside",
-        )
-    if has_hooks_on_itself(model):
-        raise ModelError(
-            "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the model",
-            "put it on a module inside, or use a mesh with pp = 1",
-        )
-    for name, module in own.items():
-        if not _is_method_of(module):
-            raise ModelError(
-                f"the forward of {name} was replaced by a function that is not a method of it, and would still "
-                "compute with the module that was cut",
-                "pass it as types.MethodType(function, module), with the module as its first argument, or use a mesh "
-                "with pp = 1",
-            )
-
-
-def _is_method_of(module: nn.Module) -> bool:
-    forward = own_forward(module)
-    return isinstance(forward, MethodType) and forward.__self__ is module
-
-
-def _refuse_of_runs(plan: ParallelPlan) -> None:
-    """Refuse what only `meshtrain train` does."""
-    if plan.attention.documents == "segments":
-        raise PlanError(
-            "attention.documents = 'segments': in a program the mask of the model keeps documents apart",
-            "leave it out, or train the model by `meshtrain train` or meshtrain.train",
-        )
-
-
-def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
-    if not isinstance(mesh, DeviceMesh):
-        raise wrong("parallelize: mesh", mesh, "what meshtrain.build_mesh(plan) returns, or None")
-    if mesh.mesh_dim_names != AXES:
-        raise PlanError(
-            f"the mesh has the axes {mesh.mesh_dim_names}, but a plan needs {AXES}",
-            "build it with meshtrain.build_mesh",
-        )
-    degrees = dict(zip(AXES, mesh.shape, strict=True))
-    for axis in plan.mesh.model_fields_set:
-        asked = getattr(plan.mesh, axis)
-        if asked not in (-1, degrees[axis]):
-            raise PlanError(f"mesh.{axis} = {asked} in the plan, but the mesh that was passed has {degrees[axis]}")
-    return plan.model_copy(update={"mesh": plan.mesh.model_copy(update=degrees)})
-
-
-def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
-    # Adapters have a number format of their own: peft makes them float32 in a bfloat16 model.
-    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
-    name = dtype_name(next(iter(dtypes)))
-    if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
-        found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
-        raise ModelError(
-            f"the parameters are {found}",
-            'train in float32 (model.float()) or bfloat16, or set the formats in the plan, such as {"precision": '
-            '{"parameters": "float32", "compute": "bfloat16"}}',
-        )
-    reduce = "float32" if name == "bfloat16" else name
-    return PrecisionPlan.model_validate({"parameters": name, "compute": name, "reduce": reduce})
 
 
 def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int) -> BatchShape:
