@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -141,27 +142,18 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     # step, but for the rows that travel to experts of other ranks, and for the borders of separate
     # documents, which are read before the first pass.
     names, layers = context.loss.term_names, context.layer_norms.names
-    numbers, small = packed.tolist(), []
-    if computed.small:
-        numbers, small = numbers[: -len(computed.small)], numbers[-len(computed.small) :]
-    behind = len(numbers) - len(layers)
-    totals = _Totals.unpacked(numbers[:behind], len(names))
+    totals = _Totals.unpacked(packed.tolist(), len(names), len(layers), len(computed.small))
     read = time.perf_counter()
     finish_seconds = computed_at.seconds_until(finished_at)
 
-    overflowed = not (math.isfinite(totals.loss) and math.isfinite(totals.norm))
-    fault = None
-    if not (overflowed and context.loss_scale.can_be_lower):
-        fault = history.fault(totals.loss, totals.norm)
-    if fault is not None:
-        history.check_tolerable(fault, step, sample_ids)
+    overflowed, fault = _judge(context, totals, step, sample_ids)
     is_skipped = overflowed or fault is not None
     learning_rate = context.learning_rate(step - history.num_skipped)
     unused: tuple[str, ...] = ()
     noise: dict[str, float] = {}
     if not is_skipped:
         context.inspect(batch)
-        noise = context.noise_scale.add(small, totals.norm, int(totals.num_tokens), len(sample_ids))
+        noise = context.noise_scale.add(totals.small, totals.norm, int(totals.num_tokens), len(sample_ids))
         _scale(context, norm)
         # Usually no process has filled in a gradient, and no exchange is needed.
         unused = forget_unused(pipeline, filled) if totals.num_filled else ()
@@ -173,7 +165,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         loss=totals.loss,
         terms=dict(zip(names, totals.terms, strict=True)),
         gradient_norm=totals.norm,
-        layer_norms=dict(zip(layers, numbers[behind:], strict=True)),
+        layer_norms=dict(zip(layers, totals.layer_norms, strict=True)),
         noise=noise,
         learning_rate=learning_rate,
         num_tokens=int(totals.num_tokens),
@@ -215,17 +207,24 @@ class _Totals(NamedTuple):
     terms: tuple[float, ...]
     router_means: tuple[float, ...]
     experts: tuple[float, ...]
+    layer_norms: tuple[float, ...]
+    small: tuple[float, ...]
+    """Norm and trained tokens of a part of the batch, if the noise of gradients is measured."""
 
     @classmethod
-    def unpacked(cls, numbers: Sequence[float], num_terms: int) -> Self:
+    def unpacked(cls, numbers: Sequence[float], num_terms: int, num_layers: int, num_small: int) -> Self:
         """Return the fields that `_finish_gradients` has joined to a vector.
 
         Args:
             num_terms: number of terms of the loss.
+            num_layers: number of layers whose norms are measured.
+            num_small: how many numbers of a part of the batch there are.
         """
-        norm, loss, num_filled, num_tokens, *others = numbers
-        terms, others = (*others[:num_terms],), others[num_terms:]
-        return cls(norm, loss, num_filled, num_tokens, terms, (*others[:MOST_TERMS],), (*others[MOST_TERMS:],))
+        rest = iter(numbers)
+        norm, loss, num_filled, num_tokens = islice(rest, 4)
+        sizes = [num_terms, MOST_TERMS, num_layers, num_small]
+        sizes.insert(2, len(numbers) - 4 - sum(sizes))
+        return cls(norm, loss, num_filled, num_tokens, *((*islice(rest, size),) for size in sizes))
 
 
 def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tensor]) -> _Computed:
@@ -261,6 +260,21 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     layers = (norms.to(found) / scale for norms in context.layer_norms.of(pipeline))
     small = (it.to(found).unsqueeze(0) for it in computed.small)
     return filled, norm, torch.cat([found, pipeline.expert_use.totals().to(found), *layers, *small])
+
+
+def _judge(context: StepContext, totals: _Totals, step: int, sample_ids: np.ndarray) -> tuple[bool, str | None]:
+    """Return whether a float16 gradient overflowed, and what is wrong with a bad step.
+
+    Raises:
+        TrainingStopped: if the run must not continue after the fault.
+    """
+    overflowed = not (math.isfinite(totals.loss) and math.isfinite(totals.norm))
+    if overflowed and context.loss_scale.can_be_lower:
+        return True, None
+    fault = context.history.fault(totals.loss, totals.norm)
+    if fault is not None:
+        context.history.check_tolerable(fault, step, sample_ids)
+    return overflowed, fault
 
 
 def _scale(context: StepContext, norm: Tensor) -> None:
