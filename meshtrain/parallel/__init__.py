@@ -61,7 +61,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import compute_at_once, unfuse
 from meshtrain.models.initialize import materialize
-from meshtrain.models.packed import pack_projections
+from meshtrain.models.packed import packable
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.context.positions import skips_padding
@@ -75,6 +75,7 @@ from meshtrain.parallel.float8.gather import apply_float8_gather, gathers_in_flo
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
+from meshtrain.parallel.packing import apply_packing
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
@@ -129,7 +130,6 @@ def build_pipeline(
         base_is_elsewhere: whether checkpoints hold only what trains, because the frozen parameters
             and the buffers are in the files that they came from.
         packs_base: whether the frozen projections have four bits for each number (`lora.base`).
-            Without tensor parallelism.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
@@ -167,6 +167,7 @@ def build_pipeline(
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     in_float8 = find_float8_layers(model, plan, rules).chosen if plan.precision.compute == "float8" else ()
+    in_four_bits = [name for name, _ in packable(model)] if packs_base else ()
     compute = getattr(torch, plan.precision.activations)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, rules, mesh)
@@ -174,8 +175,6 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        if packs_base:
-            pack_projections(stage.model, compute)
         summed_over_tp |= _parallelize_stage(
             stage,
             mesh,
@@ -185,6 +184,7 @@ def build_pipeline(
             router_loss,
             None if attention is None else partial(attention.watch, base=cut_at),
             in_float8,
+            in_four_bits,
             watches_routers=watches_routers,
         )
         if base is not None and stage.is_last:
@@ -251,6 +251,7 @@ def _parallelize_stage(
     router_loss: RouterLoss,
     watch_attention: Callable[[PreTrainedModel], None] | None,
     in_float8: Sequence[str],
+    in_four_bits: Sequence[str],
     *,
     watches_routers: bool,
 ) -> set[str]:
@@ -266,6 +267,7 @@ def _parallelize_stage(
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
     float8_layers = apply_float8(stage, in_float8, plan.precision.float8.recipe)
+    apply_packing(stage, in_four_bits, getattr(torch, plan.precision.activations))
     if watch_attention is not None:
         watch_attention(stage.model)
     exact = apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
