@@ -27,7 +27,8 @@ class LoraConfig(Settings):
     `alpha` the factor is then sqrt(rank)."""
     base: Literal["parameters", "nf4"] = "parameters"
     """Number format of the frozen model: that of `plan.precision.parameters`, or `nf4`, in which
-    the projections of the layers have four bits for each number (QLoRA)."""
+    the projections of the layers have four bits for each number (QLoRA). Their inputs, and the part
+    of them that a process of tp has, are multiples of 64."""
     dora: bool = False
     """Also learn the length of each row of a projection's weight (DoRA)."""
     modules_to_save: list[str] = Field(default_factory=list)

@@ -1,15 +1,16 @@
 """Weights of a frozen model in four bits (NF4, as in QLoRA), packed into parameters of their names.
 
-A row of a weight becomes a row of bytes: two numbers in each byte, and a float32 for each block of
-64 numbers. Their bytes are kept in the number format of the computation, so that FSDP2 shards and
-gathers them as they are. Rows are packed by themselves, so that each process packs its own. The
-numbers are those of bitsandbytes' NF4 without double quantization.
+A row of a weight becomes a row of blocks, one for each 64 numbers. A block is 32 bytes, of two
+numbers each, and a float32 by which the numbers are multiplied. Its bytes are kept in the number
+format of the computation, so that FSDP2 shards and gathers them as they are. Blocks know nothing of
+each other. So a packed weight can be cut like the weight itself: by rows, and by columns between
+two blocks. The numbers are those of bitsandbytes' NF4 without double quantization.
 
 Source: QLoRA, Dettmers et al. (arXiv:2305.14314), section 3.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.nn import mix_in
 from meshtrain.errors import Problem
 from meshtrain.models.adapters import stock_name
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.weight_readers import weights_read_by
 
 BLOCK = 64
-# A row fills numbers of any format up to 8 bytes.
-ALIGNMENT = 8
+_CODE_BYTES = BLOCK // 2
+BLOCK_BYTES = _CODE_BYTES + torch.float32.itemsize
 # Quantiles of the normal distribution, scaled to [-1, 1].
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -35,9 +35,25 @@ LEVELS = (
 )
 
 
-def row_bytes(width: int) -> int:
-    """Return the number of bytes of a packed row of `width` numbers."""
-    return -(-(width // 2 + 4 * width // BLOCK) // ALIGNMENT) * ALIGNMENT
+def packed_width(width: int, dtype: torch.dtype) -> int:
+    """Return how many numbers of a format a row of `width` numbers is packed into.
+
+    Args:
+        width: a multiple of BLOCK.
+        dtype: one of 8 bytes fills up each block with zeros.
+    """
+    return width // BLOCK * -(-BLOCK_BYTES // dtype.itemsize)
+
+
+def unpacked_width(packed: Tensor) -> int:
+    """Return how many numbers are packed into a row of `packed`, (rows, packed row)."""
+    return packed.shape[1] * BLOCK // packed_width(BLOCK, packed.dtype)
+
+
+def blocks_of(packed: Tensor) -> Tensor:
+    """Return the bytes of the blocks of a packed weight, (rows, blocks, BLOCK_BYTES), as a view."""
+    block_bytes = packed_width(BLOCK, packed.dtype) * packed.itemsize
+    return packed.view(torch.uint8).unflatten(1, (-1, block_bytes))[..., :BLOCK_BYTES]
 
 
 def packable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -71,48 +87,54 @@ def packing_problems(model: PreTrainedModel) -> list[Problem]:
     ][:1]
 
 
-def pack_projections(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the frozen projections of a model on the meta device keep packed weights, in place.
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply an input by a packed weight.
 
     Args:
-        model: of a stage, without adapters.
-        dtype: number format of the computation.
+        x: (batch, seq, in).
+        packed: (out, packed row).
+        bias: (out,).
+
+    Returns:
+        (batch, seq, out).
     """
-    for _, module in list(packable(model)):
-        shape = module.out_features, row_bytes(module.in_features) // dtype.itemsize
-        module.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-        mix_in(module, PackedProjection)
+    result: Tensor = _Product.apply(x, packed)  # type: ignore[no-untyped-call]
+    return result if bias is None else result + bias
 
 
-class PackedProjection:
-    """Mixin for a Linear with a packed weight."""
+class PackedWeight:
+    """Mixin for a projection whose weight is packed, and whose class multiplies by `product`."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(packed_linear)
+
+
+class PackedLinear(PackedWeight):
+    """Mixin for a stock Linear whose weight is packed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in) to (batch, seq, out)."""
         own: Any = self
-        result: Tensor = _Product.apply(x, own.weight, own.in_features)  # type: ignore[no-untyped-call]
-        return result if own.bias is None else result + own.bias
+        return self.product(x, own.weight, own.bias)
 
 
 class _Product(torch.autograd.Function):
     """Multiplies by a packed weight, and keeps it packed for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, width: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.width = width
-        return F.linear(x, unpack(packed, width, x.dtype))
+        return F.linear(x, unpack(packed, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (packed,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient @ unpack(packed, ctx.width, gradient.dtype), None, None
+        return gradient @ unpack(packed, gradient.dtype), None
 
 
 def packed_projections(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield each projection with a packed weight, and the FQN of the weight in the stock model."""
     for name, module in model.named_modules():
-        if isinstance(module, PackedProjection):
+        if isinstance(module, PackedWeight):
             yield stock_name(f"{name}.weight"), module
 
 
@@ -123,28 +145,27 @@ def pack(weight: Tensor, packed: Tensor) -> None:
         weight: (rows, in), in any number format.
         packed: (rows, packed row), receives it.
     """
-    rows, width = weight.shape
-    blocks = weight.to(torch.float32).view(rows, width // BLOCK, BLOCK)
-    largest = blocks.abs().amax(-1)
+    blocks = weight.to(torch.float32).unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
     levels = torch.tensor(LEVELS, device=weight.device)
     # As bitsandbytes does: a division rounds otherwise, to another level where a number is between.
-    scaled = blocks * (1 / torch.where(largest == 0, 1.0, largest)).unsqueeze(-1)
-    codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(rows, width // 2, 2)
-    content = torch.cat([codes[..., 0] << 4 | codes[..., 1], largest.view(torch.uint8).view(rows, -1)], dim=1)
-    bytes_of_rows = packed.view(torch.uint8)
-    bytes_of_rows[:, : content.shape[1]] = content
-    # What fills up a row is the same on every process.
-    bytes_of_rows[:, content.shape[1] :] = 0
+    scaled = blocks * (1 / torch.where(largest == 0, 1.0, largest))
+    codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+    # What fills up a block is the same on every process.
+    packed.zero_()
+    content = blocks_of(packed)
+    content[..., :_CODE_BYTES] = codes[..., ::2] << 4 | codes[..., 1::2]
+    content[..., _CODE_BYTES:] = largest.view(torch.uint8)
 
 
-def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight (rows, width) that was packed."""
-    content, device = packed.view(torch.uint8), packed.device
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight (rows, in) that was packed."""
+    content, device = blocks_of(packed), packed.device
     # A copy to an accelerator waits for it. On the CPU, the tensors of a simulation are not kept.
     pairs = _pairs(device) if device.type == "cpu" else _kept_pairs(device)
-    numbers = F.embedding(content[:, : width // 2].int(), pairs).view(-1, width // BLOCK, BLOCK)
-    largest = content[:, width // 2 : width // 2 + 4 * width // BLOCK].contiguous().view(torch.float32)
-    return (numbers * largest.unsqueeze(-1)).to(dtype).view(-1, width)
+    numbers = F.embedding(content[..., :_CODE_BYTES].int(), pairs).flatten(-2)
+    largest = content[..., _CODE_BYTES:].contiguous().view(torch.float32)
+    return numbers.mul_(largest).to(dtype).flatten(1)
 
 
 def _pairs(device: torch.device) -> Tensor:
@@ -161,8 +182,3 @@ def clear_packed(model: nn.Module) -> None:
     """Set packed weights to zero: random bits may be no numbers."""
     for _, module in packed_projections(model):
         local_tensor(module.weight).zero_()
-
-
-def unpacked(module: Any) -> Tensor:
-    """Return the full weight of a projection that no other process shares."""
-    return unpack(local_tensor(module.weight), module.in_features, module.weight.dtype)

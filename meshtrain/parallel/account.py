@@ -21,7 +21,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters, adapters_held_by
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
-from meshtrain.models.packed import packable, row_bytes
+from meshtrain.models.packed import packable, packed_width
 from meshtrain.parallel.cut.borders import StageRoutes
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut, find_borders
@@ -106,7 +106,7 @@ def account(
     """
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
-    dims = _cut_dims(full, plan, adapters)
+    dims, compute = _cut_dims(full, plan, adapters), getattr(torch, plan.precision.activations)
     layers = plan.pipeline.layer_counts
     stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
@@ -114,7 +114,9 @@ def account(
     for stage, owner in zip(stages, owners, strict=True):
         own = adapter_parameters(adapters_held_by(stage.model, adapters))
         found = packable(stage.model) if packs_base else ()
-        packed = {f"{name}.weight": row_bytes(module.in_features) / module.in_features for name, module in found}
+        packed = {
+            f"{name}.weight": (module.out_features, packed_width(module.in_features, compute)) for name, module in found
+        }
         held = _Held(dict(stage.model.named_parameters()), own, dims, packed)
         shares.append(_share(stage, owner, plan, held, kept))
     return shares
@@ -131,7 +133,7 @@ def local_shapes(
     unfuse(full, plan.tensor.fused)
     dims, experts = _cut_dims(full, plan, adapters), expert_parameters(full)
     for name, parameter in {**dict(full.named_parameters()), **adapter_parameters(adapters)}.items():
-        yield name, parameter, _local_shape(parameter, plan, dims.get(name), of_experts=name in experts)
+        yield name, parameter, _local_shape(parameter.shape, plan, dims.get(name), of_experts=name in experts)
 
 
 def _cut_dims(full: PreTrainedModel, plan: ParallelPlan, adapters: Mapping[str, nn.Module]) -> dict[str, int]:
@@ -213,27 +215,29 @@ class _Held(NamedTuple):
         own: FQN -> parameter of the model.
         of_adapters: FQN -> parameter of an adapter.
         dims: FQN -> the dimension that tensor parallelism divides.
-        packed: FQN -> bytes of a number of a packed weight.
+        packed: FQN -> shape of a packed weight, in numbers of the format of the computation.
     """
 
     own: Mapping[str, nn.Parameter]
     of_adapters: Mapping[str, nn.Parameter]
     dims: Mapping[str, int]
-    packed: Mapping[str, float]
+    packed: Mapping[str, Sequence[int]]
 
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Callable[..., int]) -> StageShare:
     experts = expert_parameters(stage.model) if plan.mesh.ep > 1 else set()
     parameters = {**held.own, **held.of_adapters}
     shapes = {
-        name: _local_shape(parameter, plan, held.dims.get(name), of_experts=name in experts)
+        name: _local_shape(parameter.shape, plan, held.dims.get(name), of_experts=name in experts)
         for name, parameter in parameters.items()
     }
     local = {name: math.prod(shape) for name, shape in shapes.items()}
-    width, matrices = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8, hidden_matrices(stage)
+    width, compute = (getattr(torch, it).itemsize for it in (plan.precision.parameters, plan.precision.activations))
+    matrices = hidden_matrices(stage)
     # Adapters, and what trains in full beside them, have a number format of their own.
     beside = {name for name, parameter in parameters.items() if held.of_adapters and parameter.requires_grad}
     widths = {name: parameters[name].itemsize if name in beside else width for name in parameters}
+    packed = [_local_shape(shape, plan, held.dims.get(name), of_experts=False) for name, shape in held.packed.items()]
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
@@ -245,7 +249,8 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
         has_head=stage.is_last,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_local_parameters=sum(local.values()),
-        parameter_bytes=round(sum(local[name] * held.packed.get(name, widths[name]) for name in parameters)),
+        parameter_bytes=sum(local[name] * widths[name] for name in parameters if name not in held.packed)
+        + sum(map(math.prod, packed)) * compute,
         gradient_bytes=sum(local[name] * widths[name] for name in trained),
         optimizer_bytes=sum(
             kept(widths[name], shapes[name], parameters[name].shape, of_matrix=name in matrices) for name in trained
@@ -253,18 +258,18 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, held: _Held, kept: Ca
     )
 
 
-def _local_shape(parameter: nn.Parameter, plan: ParallelPlan, dim: int | None, *, of_experts: bool) -> list[int]:
+def _local_shape(full: Sequence[int], plan: ParallelPlan, dim: int | None, *, of_experts: bool) -> list[int]:
     """Return the shape of the largest shard of a parameter.
 
     The shards are equal, but the last ones may be smaller.
 
     Args:
-        parameter: the full one.
+        full: shape of the parameter.
         plan: resolved.
         dim: the dimension that tensor parallelism divides.
         of_experts: whether its first dimension counts experts, which ep divides.
     """
-    shape = list(parameter.shape)
+    shape = list(full)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
     shape, split, axes = fsdp_split(shape, plan.mesh, tp_dim=dim, of_experts=of_experts)

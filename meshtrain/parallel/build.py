@@ -31,7 +31,7 @@ from meshtrain.models.adapters import (
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import FusedParameter, compute_at_once, unfuse
 from meshtrain.models.initialize import materialize
-from meshtrain.models.packed import pack_projections
+from meshtrain.models.packed import packable
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.context.positions import skips_padding
@@ -45,6 +45,7 @@ from meshtrain.parallel.float8.gather import apply_float8_gather, gathers_in_flo
 from meshtrain.parallel.float8.layers import find_float8_layers
 from meshtrain.parallel.head.chunks import ChunkedHead
 from meshtrain.parallel.head.proof import find_base
+from meshtrain.parallel.packing import apply_packing
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
@@ -99,7 +100,6 @@ def build_pipeline(
         base_is_elsewhere: whether checkpoints hold only what trains, because the frozen parameters
             and the buffers are in the files that they came from.
         packs_base: whether the frozen projections have four bits for each number (`lora.base`).
-            Without tensor parallelism.
         allocation: entered while memory is allocated. `meshtrain.planning` passes the mode of fake
             tensors, which allocate none.
         structure: of the unfused model, if it is known, and tensor parallelism does not cut what
@@ -115,7 +115,7 @@ def build_pipeline(
         ModelError: for a model that cannot be cut, or whose trained parameters have several number
             formats where FSDP2 is needed.
     """
-    whole = _find(model, mesh, plan, device, router, adapters, stock_loss=stock_loss)
+    whole = _find(model, mesh, plan, device, router, adapters, stock_loss=stock_loss, packs_base=packs_base)
     compute = getattr(torch, plan.precision.activations)
     stages = cut(model, plan.pipeline.layer_counts, _own_stages(mesh, plan), compute, structure)
     _localize_borders(stages, whole.rules, mesh)
@@ -123,8 +123,6 @@ def build_pipeline(
     summed_over_tp: set[str] = set()
     head: ChunkedHead | None = None
     for stage in stages:
-        if packs_base:
-            pack_projections(stage.model, compute)
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, whole, adapters)
         if whole.base is not None and stage.is_last:
             own = whole.context if stock_loss else None
@@ -178,6 +176,7 @@ class _Whole:
         trains: FQN -> whether the parameter trains. A tied weight appears once.
         rules: of tensor parallelism.
         in_float8: names of the layers that compute in float8.
+        in_four_bits: names of the projections whose weights are packed.
         router_loss: the losses of its routers.
         expert_use: counts the choices of its routers.
         counted: FQN of the stacks whose experts are counted -> their number.
@@ -193,6 +192,7 @@ class _Whole:
     trains: Mapping[str, bool]
     rules: TensorRules
     in_float8: Sequence[str]
+    in_four_bits: Sequence[str]
     router_loss: RouterLoss
     expert_use: ExpertUse
     counted: Mapping[str, int]
@@ -209,6 +209,7 @@ def _find(
     adapters: Mapping[str, nn.Module],
     *,
     stock_loss: bool,
+    packs_base: bool,
 ) -> _Whole:
     """Find what must be known before a model is cut, and keep its fused parameters in parts."""
     # Tiny copies are tried while the model still has the modules of its class.
@@ -237,6 +238,7 @@ def _find(
         trains={name: parameter.requires_grad for name, parameter in parameters.items() if name not in tied},
         rules=rules,
         in_float8=find_float8_layers(model, plan, rules).chosen if plan.precision.compute == "float8" else (),
+        in_four_bits=[name for name, _ in packable(model)] if packs_base else (),
         router_loss=RouterLoss(formulas, axis_size(mesh, *TOKEN_AXES), device, context),
         expert_use=ExpertUse([*counted.values()], mesh, device, context, router.bias_update_rate),
         counted=counted,
@@ -281,6 +283,7 @@ def _parallelize_stage(
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
     float8_layers = apply_float8(stage, whole.in_float8, plan.precision.float8.recipe)
+    apply_packing(stage, whole.in_four_bits, getattr(torch, plan.precision.activations))
     if whole.watch_attention is not None:
         whole.watch_attention(stage.model)
     exact = apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.config.mesh import PARAMETER_AXES, axes_named
 from meshtrain.models.layout import local_indices, local_tensor
-from meshtrain.models.packed import packed_projections
+from meshtrain.models.packed import BLOCK, BLOCK_BYTES, blocks_of, packed_projections, packed_width
 from meshtrain.models.positions import global_places, mix
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
@@ -46,9 +46,15 @@ def _packed_checksum(
     tensor: Tensor, fqn: str, shape: Sequence[int] | None = None, begin: Mapping[int, int] = MappingProxyType({})
 ) -> int:
     """Return the checksum of packed rows, which does not depend on the format that keeps them."""
-    bits = local_tensor(tensor.detach()).view(torch.int16)
-    rows = (local_indices(tensor)[0] + begin.get(0, 0)) * bits.shape[1]
-    return _sum_of_bits(bits, rows.to(bits.device), torch.arange(bits.shape[1], device=bits.device), fqn)
+    local, (rows, columns) = local_tensor(tensor.detach()), local_indices(tensor)
+    if local.numel() == 0:
+        return 0
+    bits = blocks_of(local).flatten(1).view(torch.int16)
+    # Without what fills up the blocks in some formats.
+    per_block, width = BLOCK_BYTES // bits.itemsize, packed_width(BLOCK, local.dtype)
+    places = int(columns[0]) // width * per_block + torch.arange(bits.shape[1], device=bits.device)
+    starts = (rows + begin.get(0, 0)) * (tensor.shape[1] // width * per_block)
+    return _sum_of_bits(bits, starts.to(bits.device), places, fqn)
 
 
 def _sum_of_bits(bits: Tensor, rows: Tensor, row_places: Tensor, fqn: str) -> int:

@@ -232,8 +232,8 @@ def _selection_biases(pipeline: Pipeline) -> dict[str, Tensor]:
 
 def _gather(pipeline: Pipeline) -> dict[str, Tensor]:
     whole = {name: full_tensor(p.detach()).clone() for name, p in pipeline.owned_parameters().items()}
-    for name, module in _packed(pipeline).items():
-        whole[name] = unpack(whole[name], module.in_features, whole[name].dtype)
+    for name in _packed(pipeline):
+        whole[name] = unpack(whole[name], whole[name].dtype)
     return join_parts(whole, pipeline.fused)
 
 

@@ -15,7 +15,7 @@ from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.config.run import STOCK_ROUTER, RouterConfig
 from meshtrain.models.adapters import stock_name, without_adapters
 from meshtrain.models.lora import adapted_model
-from meshtrain.models.packed import pack, packable, row_bytes, unpack
+from meshtrain.models.packed import pack, packable, packed_width, unpack
 from meshtrain.models.saved_modules import let_train
 from meshtrain.models.whole.causal_class import causal_class
 from meshtrain.parallel.cut.probe import find_layers
@@ -90,9 +90,9 @@ def round_projections(model: PreTrainedModel) -> None:
         model: without adapters.
     """
     for _, module in packable(model):
-        packed = torch.empty(module.out_features, row_bytes(module.in_features), dtype=torch.uint8)
+        packed = torch.empty(module.out_features, packed_width(module.in_features, torch.uint8), dtype=torch.uint8)
         pack(module.weight, packed)
-        module.weight.copy_(unpack(packed, module.in_features, module.weight.dtype))
+        module.weight.copy_(unpack(packed, module.weight.dtype))
 
 
 def train_model(

@@ -170,7 +170,8 @@ def make_case(
     # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
     keys = _keys(hf_config, max(real.tp, mesh.tp))
-    block = BLOCK if lora.base == "nf4" else 1
+    # Processes of tp cut the inputs of projections between two blocks.
+    block = BLOCK * mesh.tp if lora.base == "nf4" else 1
     make = partial(tiny_config, hf_config, tp=real.tp, heads=heads, keys=keys, short=short, block=block)
     build = partial(build_meta_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plans = {number: deeper for deeper, number in deepen(plan)}

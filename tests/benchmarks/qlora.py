@@ -26,7 +26,8 @@ from meshtrain.config.optimizer import OptimizerConfig
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.inference.loading import find_model_source, pipeline_from
 from meshtrain.inference.lora import export
-from meshtrain.models.packed import packed_projections, unpacked
+from meshtrain.models.packed import packed_projections
+from meshtrain.parallel.packing import unpacked
 from meshtrain.runtime.process import process_group
 from tests.ranks import run_on_ranks
 from tests.training.lora_runs import logits_of, lora_run, train, write_base

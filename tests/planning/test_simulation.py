@@ -150,9 +150,10 @@ def test_adapters_with_magnitudes_need_what_real_ones_need(plan: str) -> None:
     assert abs(compare_run(replace(run, lora=LoraConfig(rank=8, dora=True)))) <= NEAR
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+@pytest.mark.parametrize("plan", ["fsdp", "pp", "tp, parts of the sequence"])
 def test_packed_base_needs_what_a_real_one_needs(plan: str) -> None:
-    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    values = {**SMALL, "hidden_size": 128, "intermediate_size": 256}
+    run = make_run("llama", PLANS[plan], microbatches=2, values=values)
     assert abs(compare_run(replace(run, lora=LoraConfig(rank=8, base="nf4")))) <= NEAR
 
 

@@ -22,7 +22,6 @@ from meshtrain.inference.lora import export
 from meshtrain.models.adapters import initialize_adapters, is_adapted
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel import build_pipeline
-from meshtrain.parallel.account import account
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.ranks import RankError
 from meshtrain.training.resolve import ResolvedRun, resolve_run
@@ -118,6 +117,7 @@ def _held_bytes(run: RunConfig) -> tuple[int, int, int]:
         seed=0,
         device=torch.device("cpu"),
         adapters=resolved.adapters,
+        packs_base=run.lora.base == "nf4",
     )
     sizes = [local_tensor(p).nbytes for _, p in pipeline.named_parameters()]
     gradients = sum(local_tensor(p).nbytes for _, p in pipeline.trainable_parameters())
@@ -127,7 +127,7 @@ def _held_bytes(run: RunConfig) -> tuple[int, int, int]:
 def check_counts(run: RunConfig) -> ResolvedRun:
     """Compare what is counted of a run on one stage with what a process holds."""
     resolved = resolve_run(run)
-    (share,) = account(resolved.model, resolved.plan, resolved.config.kept_bytes, resolved.adapters)
+    (share,) = resolved.shares()
     held = run_on_ranks(run.plan.mesh.world_size, _held_bytes, run)[0]
     assert (share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes) == held
     return resolved

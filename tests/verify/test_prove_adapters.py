@@ -101,8 +101,10 @@ def test_wrong_adapters_are_not_proven(
     [
         (MeshPlan(pp=2, dp_shard=2), "qwen3"),
         (MeshPlan(cp=2, dp_replicate=2, dp_shard=1), "qwen3"),
+        (MeshPlan(pp=2, tp=2, dp_shard=2), "qwen3"),
         # Fused projections, which are packed in parts.
         (MeshPlan(dp_shard=2), "phi3"),
+        (MeshPlan(tp=2, dp_shard=1), "phi3"),
     ],
 )
 def test_adapters_are_proven_beside_four_bits(mesh: MeshPlan, kind: str) -> None:

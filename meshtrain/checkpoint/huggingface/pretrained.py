@@ -25,8 +25,9 @@ from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.dtypes import dtype_name
-from meshtrain.models.packed import packed_projections, unpacked
+from meshtrain.models.packed import packed_projections
 from meshtrain.models.whole.folder import half_of
+from meshtrain.parallel.packing import unpacked
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import check_alike, failing_together, is_first_rank, raise_together

@@ -104,9 +104,11 @@ def dims_of_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: T
     """
     dims = {}
     for name, layer in layers.items():
-        cut = _cut_of([rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))])
+        styles = [rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))]
+        cut = _cut_of(styles)
         for adapter, _, _ in adapters_of(layer):
-            if cut == "columns":
+            # Next to the weights of uneven heads, which stay full, B stays full too.
+            if cut == "columns" and any(STYLES[style].shards is not None for style in styles):
                 dims[f"{name}.lora_B.{adapter}.weight"] = 0
                 dims[f"{name}.{KIND}.{adapter}.weight"] = 0
             elif cut == "rows":

@@ -50,16 +50,18 @@ class OwnOutputs:
     Attributes:
         enter: collective on the input.
         outputs: of the heads of this process, in order.
+        product: multiplies by their rows of the weight.
     """
 
     enter: Edge
     outputs: Sequence[slice]
+    product: Product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in) to (batch, seq, outputs of its heads)."""
         bias = getattr(self, "bias", None)
         rows = None if bias is None else rows_of(bias, self.outputs)
-        return F.linear(self.enter(x), rows_of(_matrix(self), self.outputs), rows)
+        return self.product(self.enter(x), rows_of(_matrix(self), self.outputs), rows)
 
 
 class OwnInputs:
@@ -67,13 +69,15 @@ class OwnInputs:
 
     Attributes:
         leave: collective that sums the output over tp.
-        inputs: of the heads of this process.
+        inputs: columns of the weight for the heads of this process.
         has_bias: whether this process adds the bias, as one of them does.
+        product: multiplies by these columns.
     """
 
     leave: Edge
     inputs: slice
     has_bias: bool
+    product: Product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, inputs of its heads) to (batch, seq, out)."""
@@ -81,7 +85,7 @@ class OwnInputs:
         if bias is not None and not self.has_bias:
             # Every process has a gradient, so that none must tell the others that it has none.
             bias = bias * 0.0
-        return self.leave(F.linear(x, _matrix(self)[:, self.inputs], bias))
+        return self.leave(self.product(x, _matrix(self)[:, self.inputs], bias))
 
 
 def width_of(projection: nn.Module, side: Literal["inputs", "outputs"]) -> int:
