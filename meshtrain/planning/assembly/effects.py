@@ -1,6 +1,7 @@
 """What decides what a pass of a microbatch does, besides its stage: the passes before it."""
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, Pass
@@ -50,6 +51,10 @@ class Effect(NamedTuple):
         return self._replace(gathers=Gathers())
 
 
+# One object for most passes of long steps.
+_NOTHING = Effect()
+
+
 class Gathering(NamedTuple):
     """How the passes of a plan gather parameters.
 
@@ -76,7 +81,7 @@ def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:
         passes: in their order.
         gathering: of the plan.
     """
-    found = _gathers(passes, gathering) if gathering.in_passes else (Gathers() for _ in passes)
+    found = _gathers(passes, gathering) if gathering.in_passes else repeat(_NOTHING.gathers, len(passes))
     split = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
     with_new, with_sum = set[int](), set[int]()
     for it, own in zip(passes, found, strict=True):
@@ -89,7 +94,7 @@ def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:
             with_new.discard(it.stage)
             with_sum.add(it.stage)
         else:
-            yield Effect(gathers=own)
+            yield Effect(gathers=own) if gathering.in_passes else _NOTHING
 
 
 def _gathers(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Gathers]:

@@ -119,7 +119,7 @@ class RankProfile:
         return (*self.before, *passes, *self.behind)
 
     def sections(self) -> list[tuple[ActionProfile, ...]]:
-        """Return the same, in parts that passes share: before the passes, each pass, behind them."""
+        """Return the same, in parts that passes share: before the passes, each one, the rest."""
         return [self.before, *self.passes.values(), self.behind]
 
     def work(self) -> Counter[Work]:
