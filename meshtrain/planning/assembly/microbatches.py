@@ -206,8 +206,8 @@ def _with_ahead(before: Sequence[ActionProfile], few: RankProfile, number: int) 
     for index, action in enumerate(before):
         found += [action] * (1 + more if index in middles else 1)
         if index == ahead[-1]:
-            # What is not kept for the loss of a microbatch is freed at the end. Each message is freed
-            # by the next one.
+            # What is not kept for the loss of a microbatch is freed at the end. Each message is
+            # freed by the next one.
             grown = more * np.sum([before[middle].by_role() for middle in middles], axis=0)
             kept = more * np.sum([before[it].by_role() for it in ahead], axis=0) // few.num_microbatches
             for role, size in zip(ROLES, grown - kept, strict=True):
