@@ -1,12 +1,14 @@
 """Compute something for many values, on all cores of this machine."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from meshtrain.data.tokens.workers import num_cores
+from meshtrain.runtime.environment import rank_from_environment, store_address_from_environment
 from meshtrain.runtime.garbage_collection import rare_collections
 from meshtrain.runtime.ranks import program_hidden, run_on_ranks
 
@@ -52,7 +54,7 @@ def on_all_cores(
 
 
 def owners_of(workers: int, costs: Sequence[float], kinds: Sequence[Hashable]) -> list[int]:
-    """Return the process that computes each value.
+    """Return the process that computes each value, unless it has others to do and another has none.
 
     That is the one that has least to do, or the one with the last value of the same kind.
 
@@ -81,13 +83,16 @@ def _share(
     costs: Sequence[float],
     owners: Sequence[int],
 ) -> dict[int, Result]:
-    """Compute this process's share of the values."""
+    """Compute this process's share of the values, and then what others have not begun."""
+    rank, store = rank_from_environment(), dist.TCPStore(*store_address_from_environment(), is_master=False)
     found: dict[int, Result] = {}
     slowest = 0.0
     with rare_collections():
-        for index in (index for index, owner in enumerate(owners) if owner == int(os.environ["RANK"])):
+        for index in sorted(range(len(values)), key=lambda index: owners[index] != rank):
             begin, cost = time.monotonic(), costs[index]
             if found and begin + slowest * cost > deadline:
+                continue
+            if store.add(f"begun {index}", 1) > 1:
                 continue
             found[index] = compute(values[index], *args)
             slowest = max(slowest, (time.monotonic() - begin) / cost)

@@ -1,5 +1,6 @@
 """The memory of a process over a step: its peak, when it comes, and what it consists of."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,53 +87,81 @@ def memory_use(profile: RankProfile, *, offloads: bool = False) -> MemoryUse:
         offloads: whether parameters, gradients and optimizer state are in host memory.
     """
     away = held_elsewhere(offloads=offloads)
-    gradients_at = ROLES.index(Role.GRADIENTS)
-    # The passes of most microbatches have the same changes.
-    known: dict[tuple[int, int], _Changes] = {}
-    changes = []
-    for action in profile.actions:
-        key = id(action.changes), id(action.roles)
-        if key not in known:
-            known[key] = _changes_of(action, away)
-        changes.append(known[key])
+    sections = profile.sections()
+    # The passes of most microbatches share what they do.
+    distinct = {id(section): _growth_of(section, away) for section in {id(it): it for it in sections}.values()}
     level, peak, at = 0, -1, 0
     on_host, host, gradients, most_gradients = 0, 0, 0, 0
-    for index, it in enumerate(changes):
+    for index, it in enumerate(map(distinct.__getitem__, map(id, sections))):
         if it.highest is not None and level + it.highest > peak:
             peak, at = level + it.highest, index
+        host, most_gradients = max(host, on_host + it.most_on_host), max(most_gradients, gradients + it.most_gradients)
         level += it.on_device
         on_host += it.on_host
-        gradients += it.by_role[gradients_at]
-        host, most_gradients = max(host, on_host), max(most_gradients, gradients)
-    before = sum((np.array(it.by_role) for it in changes[:at]), np.zeros(len(ROLES), dtype=np.int64))
-    highest = profile.actions[at]
-    at_peak = before + highest.by_role(changes[at].end)
-    moment = moment_of(highest)
+        gradients += it.gradients
+    fullest = distinct[id(sections[at])]
+    at_peak = fullest.at_highest + sum(
+        (times * distinct[key].by_role for key, times in Counter(map(id, sections[:at])).items()),
+        np.zeros(len(ROLES), dtype=np.int64),
+    )
+    action = sections[at][fullest.highest_action]
+    if 0 < at <= len(profile.passes):
+        shown = [*profile.passes][at - 1]
+        action = action.of_pass(shown.stage, shown.microbatch)
     held = {role: int(size) for role, size, is_away in zip(ROLES, at_peak, away, strict=True) if size and not is_away}
-    return MemoryUse(peak, held, moment, most_gradients, host)
+    return MemoryUse(peak, held, moment_of(action), most_gradients, host)
 
 
-class _Changes(NamedTuple):
-    """What an action changes.
+class _Growth(NamedTuple):
+    """What some actions change.
 
     Attributes:
-        highest: the most that its device holds during it, more than before; None without a change.
-        end: number of changes until then.
+        highest: the most that the device holds during them, more than before; None without a
+            change.
+        highest_action: index of the action during which it holds that.
+        at_highest: (roles,) int64: growth of each role until then.
+        by_role: (roles,) int64: growth of each role until the end.
         on_device: growth on the device.
         on_host: growth in host memory.
-        by_role: growth of each role.
+        most_on_host: the largest growth in host memory after one of the actions, or 0.
+        gradients: growth of the gradients.
+        most_gradients: the largest growth of the gradients after one of the actions, or 0.
     """
 
     highest: int | None
-    end: int
+    highest_action: int
+    at_highest: np.ndarray
+    by_role: np.ndarray
     on_device: int
     on_host: int
-    by_role: tuple[int, ...]
+    most_on_host: int
+    gradients: int
+    most_gradients: int
 
 
-def _changes_of(action: ActionProfile, away: np.ndarray) -> _Changes:
-    rises = np.where(away[action.roles], 0, action.changes).cumsum()
-    end = int(rises.argmax()) if len(rises) else 0
-    by_role = action.by_role()
-    highest = int(rises[end]) if len(rises) else None
-    return _Changes(highest, end + 1, int(by_role[~away].sum()), int(by_role[away].sum()), tuple(by_role.tolist()))
+def _growth_of(actions: Sequence[ActionProfile], away: np.ndarray) -> _Growth:
+    gradients_at = ROLES.index(Role.GRADIENTS)
+    by_role = np.zeros(len(ROLES), dtype=np.int64)
+    highest, highest_action, at_highest = None, 0, by_role
+    most_on_host, most_gradients = 0, 0
+    for index, action in enumerate(actions):
+        if len(action.changes):
+            rises = np.where(away[action.roles], 0, action.changes).cumsum() + by_role[~away].sum()
+            end = int(rises.argmax())
+            if highest is None or rises[end] > highest:
+                highest, highest_action, at_highest = int(rises[end]), index, by_role + action.by_role(end + 1)
+        by_role = by_role + action.by_role()
+        most_on_host = max(most_on_host, int(by_role[away].sum()))
+        most_gradients = max(most_gradients, int(by_role[gradients_at]))
+    on_device, on_host = int(by_role[~away].sum()), int(by_role[away].sum())
+    return _Growth(
+        highest,
+        highest_action,
+        at_highest,
+        by_role,
+        on_device,
+        on_host,
+        most_on_host,
+        int(by_role[gradients_at]),
+        most_gradients,
+    )

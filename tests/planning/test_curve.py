@@ -23,7 +23,7 @@ def action(phase: str, microbatch: int | None, *changes: tuple[int, Role]) -> Ac
     )
 
 
-PROFILE = RankProfile(
+PROFILE = RankProfile.of_actions(
     (
         action("start", None, (100, Role.PARAMETERS), (50, Role.OPTIMIZER)),
         action("prepare", None),

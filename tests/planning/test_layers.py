@@ -204,6 +204,6 @@ def test_growth_that_is_not_clear_is_refused(changes: tuple[int, ...]) -> None:
 
 def test_layers_that_do_not_run_in_order_are_refused() -> None:
     passes = (action(1, place=0, phase="forward"), action(1, place=2, phase="forward"))
-    few = RankProfile((action(1, phase="start"), *passes), 1, Counter())
+    few = RankProfile.of_actions((action(1, phase="start"), *passes), 1, Counter())
     with pytest.raises(LayersNeededError, match=r"in the forward pass its layers run in the order \[0, 2\]"):
         with_all_layers(few, Outside(action(1), ()), {0: [0, 1, 1, 1]})

@@ -71,7 +71,7 @@ def replayed(schedule: str, number: int, *, forward: float = 1, backward: float 
         for it in passes:
             of_input = backward / 2 if (it.stage, it.microbatch) in separate else backward
             actions.append(action(it.phase, it.stage, it.microbatch, work(seconds.get(it.phase, of_input))))
-        profiles.append(RankProfile(tuple(actions), number, Counter()))
+        profiles.append(RankProfile.of_actions(actions, number, Counter()))
     borders = {(phase, stage): 0 for phase in (FORWARD, BACKWARD) for stage in range(len(owners))}
     mesh = MeshPlan(pp=PP, dp_shard=1)
     return replay(profiles, instructions(schedule, owners, number), borders, rates(mesh), list("0123"))

@@ -23,11 +23,9 @@ def with_all_layers(few: RankProfile, outside: Outside, likes: Mapping[int, Sequ
     Raises:
         LayersNeededError: if it is not known what a single layer does.
     """
-    before, passes, _ = few.parts()
-    actions = [_with_state(before[0], outside.state), *before[1:]]
-    for at, found in passes.items():
-        actions += _with_layers(found, likes[at.stage])
-    return RankProfile((*actions, *outside.behind), few.num_microbatches, few.between_stages)
+    before = (_with_state(few.before[0], outside.state), *few.before[1:])
+    passes = {at: tuple(_with_layers(found, likes[at.stage])) for at, found in few.passes.items()}
+    return replace(few, before=before, passes=passes, behind=outside.behind)
 
 
 def _with_state(start: ActionProfile, state: ActionProfile) -> ActionProfile:

@@ -54,11 +54,10 @@ class Outside:
 
 def outside_of(profile: RankProfile) -> Outside:
     """Return what a process does outside the passes."""
-    before, _, behind = profile.parts()
-    first = before[0]
+    first = profile.before[0]
     is_state = np.isin(first.roles, [ROLES.index(role) for role in STATE])
     state = replace(first, changes=first.changes[is_state], roles=first.roles[is_state], work=())
-    return Outside(state, tuple(behind))
+    return Outside(state, profile.behind)
 
 
 def _grown(few: ActionProfile, more: ActionProfile, times: int) -> ActionProfile:

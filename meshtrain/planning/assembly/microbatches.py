@@ -1,13 +1,15 @@
 """Put the step of a process with many microbatches together from one with a few of them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
-from meshtrain.compat.schedules import BACKWARD, WEIGHTS, Pass
+from meshtrain.compat.schedules import Instruction, Pass
+from meshtrain.planning.assembly.effects import Effect, Gathering, effects
+from meshtrain.planning.assembly.received import Kind, Received, kinds_received, kinds_told_apart
 from meshtrain.planning.simulation.profile import AHEAD, ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import Role
 
@@ -15,85 +17,154 @@ from meshtrain.planning.simulation.recorder import Role
 REDUCTION = ("reduction", "after reduction")
 
 
-class _Effect(NamedTuple):
-    """What decides what a pass does with the gradients of its stage.
-
-    FSDP2 adds new gradients to the sum of those before in the next backward pass, which only
-    schedules with passes of weights do later.
-
-    Attributes:
-        has_weights: whether the pass computes gradients of weights.
-        finds_new: whether there are gradients that are not in the sum.
-        finds_sum: whether there is a sum, for a pass that adds to it.
-    """
-
-    has_weights: bool = False
-    finds_new: bool = False
-    finds_sum: bool = False
-
-
-def with_passes(few: RankProfile, number: int, passes: Sequence[Pass], stages: Mapping[int, int]) -> RankProfile:
+def with_passes(
+    few: RankProfile,
+    few_program: Sequence[Instruction],
+    number: int,
+    program: Sequence[Instruction],
+    stages: Mapping[int, int],
+    gathering: Gathering,
+) -> RankProfile:
     """Return the step of a process with like stages, and with another number of microbatches.
 
-    The first and the last microbatches do what they do in the short step, and all others what the
-    middle one does: FSDP2 gathers parameters in the first and reduces gradients in the last, and
-    messages are awaited while another microbatch is computed. If such a microbatch treats gradients
-    differently, another one counts.
+    The first and the last microbatch do what they do in the short step, and all others what the
+    middle one does: FSDP2 gathers parameters in the first and reduces gradients in the last. If
+    such a microbatch treats gradients differently, another one counts. The memory for messages
+    between stages is allocated where the long step does it.
 
     Args:
-        few: the short step. It shows all passes (`shows_all`).
+        few: the short step. It shows what all passes do (`Ways.are_shown_by`).
+        few_program: what its process does.
         number: of microbatches.
-        passes: of that process.
+        program: what the process does.
         stages: its stage -> the stage of the short step that is like it.
+        gathering: of the plan.
     """
-    before, with_reductions, behind = few.parts()
-    known = {it: [action for action in found if action.phase not in REDUCTION] for it, found in with_reductions.items()}
-    middle = few.num_microbatches // 2
-    extra = _left_by_middle(known, middle) if number > few.num_microbatches else 0
-    ends_microbatch = {it.microbatch: index for index, it in enumerate(passes)}
+    short = _ShortStep(few, few_program, gathering)
+    passes = passes_of(program)
+    at_first, *received = (_of_stages(kinds, stages) for kinds in kinds_received(program))
     ends_stage = {it.stage: index for index, it in enumerate(passes)}
-    likes = _Likes(few.num_microbatches, list(known))
-    actions = [_scaled(action, few.num_microbatches, number) for action in _with_ahead(before, few, number)]
-    for index, (it, effect) in enumerate(zip(passes, _effects(passes), strict=True)):
-        like = likes.like(it._replace(stage=stages[it.stage]), number, effect)
-        found = [action.of_pass(it.stage, it.microbatch) for action in known[like]]
-        if extra and like.microbatch == middle and ends_microbatch[it.microbatch] == index:
-            found[-1] = found[-1].with_change(-extra, Role.MESSAGES)
-        actions += found
-        if ends_stage[it.stage] == index:
-            actions += [action.of_pass(it.stage, it.microbatch) for action in _reduction(with_reductions, like.stage)]
-    messages = {work: times * number // few.num_microbatches for work, times in few.between_stages.items()}
-    return RankProfile((*actions, *behind), number, Counter(messages))
+    found: dict[Pass, tuple[ActionProfile, ...]] = {}
+    for index, (it, effect, kinds) in enumerate(zip(passes, effects(passes, gathering), received, strict=True)):
+        like = short.like(Pass(it.phase, stages[it.stage], it.microbatch), number, effect)
+        found[it] = short.actions_of(like, kinds, ends_stage=ends_stage[it.stage] == index)
+    before = [_scaled(it, few.num_microbatches, number) for it in _with_ahead(short.before(at_first), few, number)]
+    between = {work: times * number // few.num_microbatches for work, times in few.between_stages.items()}
+    return RankProfile(tuple(before), found, few.behind, number, Counter(between))
 
 
-def shows_all(few: Sequence[Pass], passes: Sequence[Pass], stages: Mapping[int, int]) -> bool:
-    """Return whether the passes of a short step treat gradients in all ways of another one.
+class _ShortStep:
+    """What the passes of a short step do, for passes of another one.
 
     Args:
-        few: the passes of a process in the short step.
-        passes: those of a like process in the other one.
-        stages: its stage -> the stage of the short step that is like it.
+        few: the short step.
+        program: what its process does.
+        gathering: of the plan.
     """
-    shown = {(it.phase, it.stage, effect) for it, effect in zip(few, _effects(few), strict=True)}
-    wanted = {(it.phase, stages[it.stage], effect) for it, effect in zip(passes, _effects(passes), strict=True)}
-    return wanted <= shown
+
+    def __init__(self, few: RankProfile, program: Sequence[Instruction], gathering: Gathering) -> None:
+        self._passes, self._before = few.passes, few.before
+        at_first, *received = kinds_received(program)
+        self._messages = Received([few.before, *few.passes.values()], [at_first, *received])
+        self._at_first, self._received = at_first, dict(zip(few.passes, received, strict=True))
+        self._likes = _Likes(few.num_microbatches, list(few.passes), gathering)
+        # What follows the last pass of each stage.
+        self._reductions = {
+            at.stage: reduction for at in few.passes if (reduction := self._without_messages(at, reduces=True))
+        }
+        self._made: dict[tuple[Pass, tuple[Kind, ...], bool], tuple[ActionProfile, ...]] = {}
+
+    def like(self, wanted: Pass, number: int, effect: Effect) -> Pass:
+        """Return a like pass, as `_Likes.like` does."""
+        return self._likes.like(wanted, number, effect)
+
+    def before(self, kinds: tuple[Kind, ...]) -> tuple[ActionProfile, ...]:
+        """Return what comes before the passes, where some messages are received."""
+        if kinds == self._at_first:
+            return self._before
+        return self._messages.added(self._messages.removed(self._before, self._at_first), kinds)
+
+    def actions_of(self, like: Pass, kinds: tuple[Kind, ...], *, ends_stage: bool) -> tuple[ActionProfile, ...]:
+        """Return what a pass does. Passes that do the same share it.
+
+        Args:
+            like: a like pass of the short step.
+            kinds: of the messages that are received after it.
+            ends_stage: whether it is the last one of its stage, which a reduction may follow.
+        """
+        key = like, kinds, ends_stage
+        if key not in self._made:
+            reduction = self._reductions.get(like.stage, ()) if ends_stage else ()
+            actions = (*self._without_messages(like, reduces=False), *reduction)
+            is_same = kinds == self._received[like] and len(actions) == len(self._passes[like])
+            self._made[key] = self._passes[like] if is_same else self._messages.added(actions, kinds)
+        return self._made[key]
+
+    def _without_messages(self, at: Pass, *, reduces: bool) -> tuple[ActionProfile, ...]:
+        """Return a pass, or the reduction that follows it, as if no message were received then."""
+        actions = self._messages.removed(self._passes[at], self._received[at])
+        return tuple(action for action in actions if (action.phase in REDUCTION) == reduces)
 
 
-def _reduction(known: Mapping[Pass, Sequence[ActionProfile]], stage: int) -> list[ActionProfile]:
-    """Return the reduction of the gradients of a stage, if it follows the last pass."""
-    found = (actions for at, actions in known.items() if at.stage == stage)
-    return [action for actions in found for action in actions if action.phase in REDUCTION]
+def _of_stages(kinds: Iterable[Kind], stages: Mapping[int, int]) -> tuple[Kind, ...]:
+    return tuple(it._replace(stage=stages[it.stage]) for it in kinds)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """In which ways the passes of a process treat gradients, parameters and messages.
+
+    Attributes:
+        effects: phase, stage and effect of its passes.
+        received: kinds of the messages that it receives.
+        told_apart: those of them whose memory can be told apart.
+    """
+
+    effects: frozenset[tuple[str, int, Effect]]
+    received: frozenset[Kind]
+    told_apart: frozenset[Kind]
+
+    def of_stages(self, stages: Mapping[int, int]) -> "Ways":
+        """Return the same for other stages."""
+        found = frozenset((phase, stages[stage], effect) for phase, stage, effect in self.effects)
+        kinds = (frozenset(_of_stages(kinds, stages)) for kinds in (self.received, self.told_apart))
+        return Ways(found, *kinds)
+
+    def are_shown_by(self, few: "Ways") -> bool:
+        """Return whether a like process shows all of them in another step."""
+        return self.effects <= few.effects and self.received <= few.told_apart
+
+
+def ways_of(program: Sequence[Instruction], gathering: Gathering) -> Ways:
+    """Return in which ways the passes of a process treat gradients, parameters and messages.
+
+    Args:
+        program: what the process does.
+        gathering: of the plan.
+    """
+    passes, received = passes_of(program), kinds_received(program)
+    pairs = zip(passes, effects(passes, gathering), strict=True)
+    # With several stages on a process, few microbatches do not show all orders of their passes.
+    is_alone = len({it.stage for it in passes}) == 1
+    found = frozenset((it.phase, it.stage, effect if is_alone else effect.of_gradients) for it, effect in pairs)
+    return Ways(found, frozenset(chain(*received)), frozenset(kinds_told_apart(received)))
+
+
+def passes_of(program: Sequence[Instruction]) -> list[Pass]:
+    """Return the passes of a process, in order."""
+    return [it.computed for it in program if it.computed is not None]
 
 
 class _Likes:
     """Finds the pass of a short step that does what a pass of another one does."""
 
-    def __init__(self, num_microbatches: int, passes: Sequence[Pass]) -> None:
+    def __init__(self, num_microbatches: int, passes: Sequence[Pass], gathering: Gathering) -> None:
         self._number, self._middle = num_microbatches, num_microbatches // 2
-        self._effects = dict(zip(passes, _effects(passes), strict=True))
+        self._effects = dict(zip(passes, effects(passes, gathering), strict=True))
         self._others = sorted(range(num_microbatches), key=lambda other: abs(other - self._middle))
+        self._found: dict[tuple[Pass, Effect], Pass] = {}
 
-    def like(self, wanted: Pass, number: int, effect: _Effect) -> Pass:
+    def like(self, wanted: Pass, number: int, effect: Effect) -> Pass:
         """Return a pass of the short step.
 
         Args:
@@ -101,43 +172,19 @@ class _Likes:
             number: of microbatches.
             effect: of the pass.
         """
-        near = (wanted._replace(microbatch=it) for it in (self._like(wanted.microbatch, number), *self._others))
-        return next(it for it in near if self._effects.get(it) == effect)
+        nearest = Pass(wanted.phase, wanted.stage, self._like(wanted.microbatch, number))
+        key = nearest, effect
+        if key not in self._found:
+            near = (nearest, *(nearest._replace(microbatch=it) for it in self._others))
+            alike = [it for it in near if it in self._effects and self._effects[it].of_gradients == effect.of_gradients]
+            self._found[key] = next((it for it in alike if self._effects[it] == effect), alike[0])
+        return self._found[key]
 
     def _like(self, microbatch: int, number: int) -> int:
         from_end = number - microbatch
         if from_end < self._number - self._middle:
             return self._number - from_end
         return min(microbatch, self._middle)
-
-
-def _effects(passes: Sequence[Pass]) -> Iterator[_Effect]:
-    """Yield what each pass of a process does with gradients."""
-    split = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
-    with_new, with_sum = set[int](), set[int]()
-    for it in passes:
-        new, summed = it.stage in with_new, it.stage in with_sum
-        if it.phase == WEIGHTS:
-            yield _Effect(has_weights=True, finds_new=new)
-            with_new.add(it.stage)
-        elif it.phase == BACKWARD and (new or it not in split):
-            yield _Effect(it not in split, new, summed)
-            with_new.discard(it.stage)
-            with_sum.add(it.stage)
-        else:
-            yield _Effect()
-
-
-def _left_by_middle(known: Mapping[Pass, Sequence[ActionProfile]], middle: int) -> int:
-    """Return the bytes of messages that the middle microbatch leaves.
-
-    The memory of a message is allocated when it is awaited, while another microbatch is computed.
-    Near the ends of a short step, that microbatch may be another one than in a long step. In a long
-    step each frees as much as it allocates.
-    """
-    role = ROLES.index(Role.MESSAGES)
-    found = (action for at, actions in known.items() if at.microbatch == middle for action in actions)
-    return sum(int(action.by_role()[role]) for action in found)
 
 
 def _with_ahead(before: Sequence[ActionProfile], few: RankProfile, number: int) -> list[ActionProfile]:
@@ -159,11 +206,13 @@ def _with_ahead(before: Sequence[ActionProfile], few: RankProfile, number: int) 
     for index, action in enumerate(before):
         found += [action] * (1 + more if index in middles else 1)
         if index == ahead[-1]:
-            # What is not kept for the loss of a microbatch is freed at the end.
+            # What is not kept for the loss of a microbatch is freed at the end. Each message is
+            # freed by the next one.
             grown = more * np.sum([before[middle].by_role() for middle in middles], axis=0)
             kept = more * np.sum([before[it].by_role() for it in ahead], axis=0) // few.num_microbatches
             for role, size in zip(ROLES, grown - kept, strict=True):
-                found[-1] = found[-1].with_change(-int(size), role) if size else found[-1]
+                if size and role is not Role.MESSAGES:
+                    found[-1] = found[-1].with_change(-int(size), role)
     return found
 
 

@@ -8,13 +8,14 @@ from multiprocessing import current_process
 
 import torch.distributed as dist
 
-from meshtrain.compat.schedules import BACKWARD, FORWARD
+from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction
 from meshtrain.errors import UserError
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.planning.assembly.microbatches import shows_all, with_passes
+from meshtrain.planning.assembly.effects import gathering_of
+from meshtrain.planning.assembly.microbatches import Ways, passes_of, ways_of, with_passes
 from meshtrain.planning.assembly.outline import Outline, StageOutline, outline_of, with_layers
 from meshtrain.planning.assembly.processes import alike_processes
-from meshtrain.planning.assembly.shorter import ShortPipeline, pass_orders_of, short_pipelines, stages_of_ranks
+from meshtrain.planning.assembly.shorter import ShortPipeline, programs_of, short_pipelines, stages_of_ranks
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
@@ -48,11 +49,13 @@ class Simulation:
         pp_ranks: for each pp rank, its processes; the group of the first process comes first.
         first_layers: index of the first layer of each stage.
         border_bytes: (forward or backward, stage that sends) -> bytes of a message between stages.
+        programs: what each pp rank computes, sends and awaits, in order.
     """
 
     pp_ranks: tuple[tuple[Processes, ...], ...]
     first_layers: tuple[int, ...]
     border_bytes: Mapping[tuple[str, int], int]
+    programs: Sequence[Sequence[Instruction]]
 
     @property
     def profiles(self) -> tuple[RankProfile, ...]:
@@ -79,24 +82,33 @@ def simulate(run: SimulatedRun) -> Simulation:
 
 
 def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
-    held = stages_of_ranks(run)
-    chosen, likes, short = _shortest(run, outline)
+    held, programs = stages_of_ranks(run), programs_of(run)
+    chosen, likes, short = _shortest(run, outline, programs)
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
     simulated = _simulate_groups(short, groups)
     firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
     pp_ranks = []
     same = short.like(run, likes)
-    for rank, (like, order, stages) in enumerate(zip(likes, pass_orders_of(run), same, strict=True)):
+    few_programs = [short.programs[rank] for rank in short.ranks]
+    for rank, (like, program, stages) in enumerate(zip(likes, programs, same, strict=True)):
         ranks = [tuple(rank * width + process for process in group) for group in groups[like]]
-        steps = [with_passes(few, number, order, stages) for few in simulated[like]]
+        steps = [
+            with_passes(few, few_programs[like], number, program, stages, gathering_of(run.plan))
+            for few in simulated[like]
+        ]
         pp_ranks.append(tuple(map(Processes, ranks, steps)))
     few = with_layers(short.run, [stage.kept for stage in short.stages])
-    return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(few, ChainMap(*same)))
+    return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(few, ChainMap(*same)), programs)
 
 
-def _shortest(run: SimulatedRun, outline: Outline) -> tuple[Sequence[int], Sequence[int], ShortPipeline]:
+def _shortest(
+    run: SimulatedRun, outline: Outline, programs: Sequence[Sequence[Instruction]]
+) -> tuple[Sequence[int], Sequence[int], ShortPipeline]:
     """Return how to simulate a run with the fewest microbatches.
+
+    Args:
+        programs: of all pp ranks.
 
     Returns:
         The pp ranks to simulate; for each pp rank, the index of the one among them that does the
@@ -109,12 +121,14 @@ def _shortest(run: SimulatedRun, outline: Outline) -> tuple[Sequence[int], Seque
     last = {kind: rank for rank, kind in enumerate(kinds)}
     chosen = sorted(last.values())
     likes = [chosen.index(last[kind]) for kind in kinds]
-    found = [(chosen, likes, short) for short in short_pipelines(run, outline, chosen)]
+    doubles = [rank - 1 if rank and kinds[rank - 1] == kinds[rank] else rank for rank in chosen]
+    found = [(chosen, likes, short) for short in short_pipelines(run, outline, chosen, doubles)]
     # Like pp ranks may split the backward passes of different microbatches.
     every = list(range(len(held)))
-    found += [(every, every, short) for short in short_pipelines(run, outline, every)]
-    found.sort(key=lambda way: way[2].num_microbatches)
-    return next(way for way in found if _shows_all(way[2], run, way[1]))
+    found += [(every, every, short) for short in short_pipelines(run, outline, every, every)]
+    found.sort(key=lambda way: (way[2].num_microbatches, way[2].run.plan.mesh.pp))
+    wanted = [ways_of(program, gathering_of(run.plan)) for program in programs]
+    return next(way for way in found if _shows_all(way[2], run, way[1], wanted))
 
 
 def _border_bytes(few: SimulatedRun, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:
@@ -132,17 +146,16 @@ def _border_bytes(few: SimulatedRun, likes: Mapping[int, int]) -> dict[tuple[str
     return found | {(BACKWARD, stage): back[like] for stage, like in likes.items() if stage > 0}
 
 
-def _shows_all(short: ShortPipeline, run: SimulatedRun, likes: Sequence[int]) -> bool:
+def _shows_all(short: ShortPipeline, run: SimulatedRun, likes: Sequence[int], wanted: Sequence[Ways]) -> bool:
     """Return whether a short pipeline shows what all passes of a run do.
 
     Args:
         likes: for each pp rank of the run, the index of the chosen one that does the same.
+        wanted: what the passes of each pp rank of the run do.
     """
-    few = short.orders
-    return all(
-        shows_all(few[short.ranks[like]], order, stages)
-        for like, order, stages in zip(likes, pass_orders_of(run), short.like(run, likes), strict=True)
-    )
+    shown = [ways_of(short.programs[rank], gathering_of(run.plan)) for rank in short.ranks]
+    pairs = zip(likes, wanted, short.like(run, likes), strict=True)
+    return all(ways.of_stages(stages).are_shown_by(shown[like]) for like, ways, stages in pairs)
 
 
 def _rank_kind(stages: Sequence[StageOutline], held: Sequence[int]) -> tuple[Hashable, ...]:
@@ -177,8 +190,9 @@ def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, 
     tasks = [Task(rank * width + first, short.run, short.stages, short.held[rank]) for rank, first in chosen]
     profiles = _simulate_all(tasks)
     for (rank, _), profile in zip(chosen, profiles, strict=True):
-        if profile.passes() != short.orders[rank]:
-            raise RuntimeError(f"torch runs {profile.passes()} on pp rank {rank}, and not {short.orders[rank]}")
+        wanted = passes_of(short.programs[rank])
+        if [*profile.passes] != wanted:
+            raise RuntimeError(f"torch runs {[*profile.passes]} on pp rank {rank}, and not {wanted}")
     found = iter(profiles)
     return [[next(found) for _ in of_rank] for of_rank in groups]
 

@@ -1,19 +1,20 @@
 """A pipeline with those pp ranks alone that differ from each other."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshtrain.compat.schedules import BACKWARD, FORWARD, Pass, pass_orders
+from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, instructions
 from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.assembly.outline import Outline, StageOutline
 from meshtrain.planning.simulation.run import SimulatedRun
 
-# A few first microbatches, the last ones, and one between them. Without a pipeline the first and
-# the last alone differ from the others.
-FEWEST, FEWEST_ALONE = 6, 3
+# The first microbatch, the last one, and one between them.
+FEWEST = 3
+# Number of microbatches, relative to the fewest, that the differing pp ranks alone are tried with.
+# Some schedules need more to show all that passes do.
+MOST = 4
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ class ShortPipeline:
         return len(self.ranks) * num_microbatches(self.run.plan, self.run.batch)
 
     @property
-    def orders(self) -> list[list[Pass]]:
-        """Return the passes of each pp rank."""
-        return pass_orders_of(self.run)
+    def programs(self) -> list[list[Instruction]]:
+        """Return what each pp rank does, in order."""
+        return programs_of(self.run)
 
 
-def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> Iterator[ShortPipeline]:
+def short_pipelines(
+    run: SimulatedRun, outline: Outline, chosen: Sequence[int], doubles: Sequence[int]
+) -> Iterator[ShortPipeline]:
     """Yield pipelines in which a simulation of some pp ranks may take place.
 
     The last one has all pp ranks and microbatches of the run.
@@ -65,32 +68,40 @@ def short_pipelines(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) 
         run: whose plan is resolved.
         outline: of the run.
         chosen: the pp ranks that differ from each other, ascending.
+        doubles: for each of them, another pp rank that is like it, or itself if there is none.
     """
-    alone = _chosen_alone(run, outline, chosen)
-    if alone is not None:
-        yield _shortened(alone, run, 1)
-        yield _shortened(alone, run, 2)
+    # A pp rank that another one like it follows has more microbatches at once.
+    for kept in (chosen, sorted({*chosen, *doubles})):
+        alone = _alone(run, outline, kept, chosen if kept is chosen else doubles)
+        if alone is not None:
+            fewest = _fewest_microbatches(alone.run)
+            yield from (_shortened(alone, run, number) for number in range(fewest, MOST * fewest + 1))
     full = ShortPipeline(run, outline.stages, tuple(chosen))
-    times = 1
-    while (found := _shortened(full, run, times)).run.batch != run.batch:
+    number = _fewest_microbatches(run)
+    while (found := _shortened(full, run, number)).run.batch != run.batch:
         yield found
-        times *= 2
+        number *= 2
     yield full
 
 
-def _chosen_alone(run: SimulatedRun, outline: Outline, chosen: Sequence[int]) -> ShortPipeline | None:
-    """Return a pipeline of the chosen pp ranks alone, if they then do the same."""
+def _alone(run: SimulatedRun, outline: Outline, kept: Sequence[int], simulated: Sequence[int]) -> ShortPipeline | None:
+    """Return a pipeline of some pp ranks alone, if they then do the same.
+
+    Args:
+        kept: the pp ranks, ascending.
+        simulated: those of them that are simulated.
+    """
     if run.teacher is not None:
         # It has as many stages.
         return None
     held = stages_of_ranks(run)
-    kept = sorted(stage for rank in chosen for stage in held[rank])
-    stages = tuple(outline.stages[stage] for stage in kept)
-    mesh = run.plan.mesh.model_copy(update={"pp": len(chosen)})
+    here = sorted(stage for rank in kept for stage in held[rank])
+    stages = tuple(outline.stages[stage] for stage in here)
+    mesh = run.plan.mesh.model_copy(update={"pp": len(kept)})
     short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh}))
-    alone = [tuple(kept[stage] for stage in stages) for stages in stages_of_ranks(short)]
-    is_alike = outline.is_stream and alone == [held[rank] for rank in chosen] and _keeps_patterns(run, stages)
-    return ShortPipeline(short, stages, tuple(range(len(chosen)))) if is_alike else None
+    alone = [tuple(here[stage] for stage in stages) for stages in stages_of_ranks(short)]
+    is_alike = outline.is_stream and alone == [held[rank] for rank in kept] and _keeps_patterns(run, stages)
+    return ShortPipeline(short, stages, tuple(map(kept.index, simulated))) if is_alike else None
 
 
 def stages_of_ranks(run: SimulatedRun) -> list[tuple[int, ...]]:
@@ -100,12 +111,13 @@ def stages_of_ranks(run: SimulatedRun) -> list[tuple[int, ...]]:
     return [tuple(stage for stage, owner in enumerate(owners) if owner == rank) for rank in range(pp)]
 
 
-def pass_orders_of(run: SimulatedRun) -> list[list[Pass]]:
-    """Return the passes of each pp rank, in order."""
+def programs_of(run: SimulatedRun) -> list[list[Instruction]]:
+    """Return what each pp rank does, in order."""
     number, owners = num_microbatches(run.plan, run.batch), stage_owners(run.plan.pipeline, run.plan.mesh.pp)
-    if len(owners) == 1:
-        return [[Pass(phase, 0, microbatch) for microbatch in range(number) for phase in (FORWARD, BACKWARD)]]
-    return pass_orders(run.plan.pipeline.schedule, owners, number)
+    if len(owners) > 1:
+        return instructions(run.plan.pipeline.schedule, owners, number)
+    passes = [Pass(phase, 0, microbatch) for microbatch in range(number) for phase in (FORWARD, BACKWARD)]
+    return [[Instruction("compute", it) for it in passes]]
 
 
 def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
@@ -114,15 +126,15 @@ def _keeps_patterns(run: SimulatedRun, stages: Sequence[StageOutline]) -> bool:
     return all((layer - position) % run.plan.recompute.every == 0 for position, layer in enumerate(layers))
 
 
-def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipeline:
-    """Return a pipeline with the fewest microbatches that may show what those of a run do.
+def _shortened(short: ShortPipeline, run: SimulatedRun, number: int) -> ShortPipeline:
+    """Return a pipeline with fewer microbatches.
 
     Args:
         short: the pipeline.
         run: the full one.
-        times: how often the fewest.
+        number: of microbatches. There are at most as many, and less if the schedule needs it.
     """
-    number = min(num_microbatches(run.plan, run.batch), times * _fewest_microbatches(short.run))
+    number = min(num_microbatches(run.plan, run.batch), number)
     if SCHEDULES[run.plan.pipeline.schedule].microbatches == "equal rounds":
         number = in_equal_rounds(number, short.run.plan.mesh.pp)
     size = number * run.batch.micro_batch_size * run.plan.mesh.data_degree
@@ -131,13 +143,10 @@ def _shortened(short: ShortPipeline, run: SimulatedRun, times: int) -> ShortPipe
 
 def _fewest_microbatches(run: SimulatedRun) -> int:
     pp = run.plan.mesh.pp
-    num_stages = pp * run.plan.pipeline.stages_per_rank
-    if num_stages == 1:
-        return FEWEST_ALONE
     match SCHEDULES[run.plan.pipeline.schedule].microbatches:
         case "one per stage":
-            return max(num_stages, FEWEST)
+            return max(pp * run.plan.pipeline.stages_per_rank, FEWEST)
         case "equal rounds":
-            return pp * math.ceil(FEWEST / pp)
+            return max(pp, FEWEST)
         case "any number":
             return FEWEST

@@ -79,8 +79,9 @@ def layer_parameters(full: PreTrainedModel) -> tuple[Hashable, ...]:
 
 
 def build_run_model(run: SimulatedRun) -> PreTrainedModel:
-    """Return a copy of the model of a run, with the layers that exist in the run."""
-    return _copy_of(full_model(run), run.layers)
+    """Return a copy of the model of a run, with layers like those that exist in the run."""
+    copied: PreTrainedModel = copy_module(_with_layers(full_model(run), run.layers), {})
+    return copied
 
 
 def run_adapters(run: SimulatedRun, model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -88,13 +89,16 @@ def run_adapters(run: SimulatedRun, model: PreTrainedModel) -> dict[str, nn.Modu
     return {} if run.lora.rank is None else make_adapters(model, run.lora)
 
 
-def _copy_of(full: PreTrainedModel, layers: Sequence[int] | None) -> PreTrainedModel:
-    if layers is None:
-        copied: PreTrainedModel = copy_module(full, {})
-        return copied
+def _with_layers(full: PreTrainedModel, layers: tuple[int, ...] | None) -> PreTrainedModel:
+    """Return a model with layers like some of a full one; None: all. It must not be changed."""
+    return full if layers is None else _shortened(full, _first_alike(layer_kinds(full), layers))
+
+
+@functools.lru_cache(maxsize=MOST_STRUCTURES)
+def _shortened(full: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
     # Layers that do not exist in the run are not copied.
     memo: dict[int, Any] = {id(it): it for index, it in enumerate(find_layers(full)[1]) if index not in layers}
-    copied = copy_module(full, memo)
+    copied: PreTrainedModel = copy_module(full, memo)
     keep_layers(copied, layers)
     return copied
 
@@ -132,9 +136,8 @@ def borders_of(run: SimulatedRun) -> tuple[Structure, list[StageRoutes]]:
     Raises:
         ModelError: for a model that cannot be cut.
     """
-    full = full_model(run)
-    layers = None if run.layers is None else _first_alike(layer_kinds(full), run.layers)
-    structure = _structure(full, layers, json.dumps(run.plan.tensor.fused), run.plan.precision.activations)
+    model = _with_layers(full_model(run), run.layers)
+    structure = _structure(model, json.dumps(run.plan.tensor.fused), run.plan.precision.activations)
     return structure, routes_of(structure, run.plan.pipeline.layer_counts)
 
 
@@ -156,7 +159,7 @@ def _first_alike(kinds: Sequence[Hashable], layers: tuple[int, ...]) -> tuple[in
 
 
 @functools.lru_cache(maxsize=MOST_STRUCTURES)
-def _structure(full: PreTrainedModel, layers: tuple[int, ...] | None, fused: str, compute: str) -> Structure:
-    model = _copy_of(full, layers)
-    unfuse(model, json.loads(fused))
-    return find_structure(model, getattr(torch, compute))
+def _structure(model: PreTrainedModel, fused: str, compute: str) -> Structure:
+    unfused = copy_module(model, {})
+    unfuse(unfused, json.loads(fused))
+    return find_structure(unfused, getattr(torch, compute))

@@ -1,8 +1,10 @@
 """What one process does in a step."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -44,6 +46,8 @@ class ActionProfile:
         """Return the same action for another stage and microbatch."""
         # A reduction belongs to no microbatch.
         number = None if self.microbatch is None else microbatch
+        if (stage, number) == (self.stage, self.microbatch):
+            return self
         return ActionProfile(self.phase, stage, number, self.place, self.changes, self.roles, self.work)
 
     def with_change(self, num_bytes: int, role: Role) -> "ActionProfile":
@@ -53,6 +57,10 @@ class ActionProfile:
             changes=np.append(self.changes, num_bytes),
             roles=np.append(self.roles, ROLES.index(role)),
         )
+
+    def only(self, chosen: np.ndarray) -> "ActionProfile":
+        """Return the action with some of its changes: where `chosen` (events,) is true."""
+        return replace(self, changes=self.changes[chosen], roles=self.roles[chosen])
 
     def rounded(self, granularity: int) -> "ActionProfile":
         """Return the same with all memory in whole pieces of the allocator."""
@@ -70,56 +78,73 @@ class ActionProfile:
 class RankProfile:
     """What one process does in a step.
 
+    Passes that do the same may share their actions, which are then those of another stage and
+    microbatch. Only `actions` has a copy for each pass.
+
     Attributes:
-        actions: in their order. The first one is what exists before the step.
+        before: what comes before the passes. The first action is what exists before the step.
+        passes: the passes of microbatches through the stages of the process, in order. A reduction
+            of the gradients of a stage belongs to the pass before it.
+        behind: what follows.
         num_microbatches: of the step.
         between_stages: the messages between stages, in the whole step.
     """
 
-    actions: tuple[ActionProfile, ...]
+    before: tuple[ActionProfile, ...]
+    passes: Mapping[Pass, tuple[ActionProfile, ...]]
+    behind: tuple[ActionProfile, ...]
     num_microbatches: int
     between_stages: Counter[Work]
 
+    @classmethod
+    def of_actions(cls, actions: Iterable[ActionProfile], num_microbatches: int, between_stages: Counter[Work]) -> Self:
+        """Return the profile of a step from its actions, in order."""
+        before: list[ActionProfile] = []
+        behind: list[ActionProfile] = []
+        passes: dict[Pass, list[ActionProfile]] = {}
+        for action in actions:
+            if action.stage is None:
+                (behind if passes else before).append(action)
+                continue
+            if action.microbatch is not None:
+                latest = Pass(action.phase.removeprefix("after "), action.stage, action.microbatch)
+            passes.setdefault(latest, []).append(action)
+        found = {it: tuple(of_pass) for it, of_pass in passes.items()}
+        return cls(tuple(before), found, tuple(behind), num_microbatches, between_stages)
+
+    @cached_property
+    def actions(self) -> tuple[ActionProfile, ...]:
+        """Return all actions, in order."""
+        passes = (action.of_pass(at.stage, at.microbatch) for at, found in self.passes.items() for action in found)
+        return (*self.before, *passes, *self.behind)
+
+    def sections(self) -> list[tuple[ActionProfile, ...]]:
+        """Return the same, in parts that passes share: before the passes, each one, the rest."""
+        return [self.before, *self.passes.values(), self.behind]
+
     def work(self) -> Counter[Work]:
         """Return how often each kind of operator runs in the step."""
-        # The passes of most microbatches share what they do.
-        times = Counter(id(action.work) for action in self.actions)
+        sections = self.sections()
+        times = Counter(map(id, sections))
         total = Counter(self.between_stages)
-        for items in {id(action.work): action.work for action in self.actions}.values():
-            for work, number in total_work(items).items():
-                total[work] += number * times[id(items)]
+        for section in {id(section): section for section in sections}.values():
+            for work, number in total_work(work for action in section for work in action.work).items():
+                total[work] += number * times[id(section)]
         return total
 
-    def rounded(self, granularity: int) -> "RankProfile":
+    def rounded(self, granularity: int) -> Self:
         """Return the same with all memory in whole pieces of the allocator.
 
         Args:
             granularity: of the allocator in bytes.
         """
-        return replace(self, actions=tuple(action.rounded(granularity) for action in self.actions))
+        before, behind = (_rounded(actions, granularity) for actions in (self.before, self.behind))
+        passes = {at: _rounded(actions, granularity) for at, actions in self.passes.items()}
+        return replace(self, before=before, passes=passes, behind=behind)
 
-    def passes(self) -> list[Pass]:
-        """Return the passes of microbatches through the stages of the process, in order."""
-        return list(self.parts()[1])
 
-    def parts(
-        self,
-    ) -> tuple[list[ActionProfile], dict[Pass, list[ActionProfile]], list[ActionProfile]]:
-        """Return what comes before the microbatches, the passes of microbatches, and the rest.
-
-        A reduction of the gradients of a stage belongs to the pass before it.
-        """
-        before: list[ActionProfile] = []
-        behind: list[ActionProfile] = []
-        known: dict[Pass, list[ActionProfile]] = {}
-        for action in self.actions:
-            if action.stage is None:
-                (behind if known else before).append(action)
-                continue
-            if action.microbatch is not None:
-                latest = Pass(action.phase.removeprefix("after "), action.stage, action.microbatch)
-            known.setdefault(latest, []).append(action)
-        return before, known, behind
+def _rounded(actions: Iterable[ActionProfile], granularity: int) -> tuple[ActionProfile, ...]:
+    return tuple(action.rounded(granularity) for action in actions)
 
 
 def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:
@@ -144,7 +169,7 @@ def profile_of(recorder: Recorder, num_microbatches: int) -> RankProfile:
         for action in recorder.actions
     ]
     between = (work for action in recorder.actions for work in action.work if _is_between_stages(work))
-    return RankProfile(tuple(actions), num_microbatches, total_work(between))
+    return RankProfile.of_actions(actions, num_microbatches, total_work(between))
 
 
 def _is_between_stages(work: Counter[Work] | Work) -> bool:

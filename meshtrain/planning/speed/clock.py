@@ -1,8 +1,11 @@
 """The time of one process: what it computes, and which messages travel meanwhile."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import groupby
+from operator import add
 
 from meshtrain.compat.fake import GATHERED, shown_name
 from meshtrain.config.mesh import REPLICA_AXES
@@ -59,18 +62,31 @@ class _Plain:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What an action does.
+class _Busy:
+    """An action in which messages travel meanwhile.
 
     Attributes:
         items: in their order.
-        plain: the same, if no message travels meanwhile.
-        work: of the action. It is kept so that no other object gets its number.
+        is_backward: whether it belongs to a backward pass.
+        begins_gradients: whether all reductions end before it.
     """
 
     items: list[_Item]
-    plain: _Plain | None
-    work: object
+    is_backward: bool
+    begins_gradients: bool
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What some actions do.
+
+    Attributes:
+        steps: in their order.
+        actions: kept so that no other object gets their number.
+    """
+
+    steps: list[_Busy | _Plain]
+    actions: Sequence[ActionProfile]
 
 
 @dataclass
@@ -90,27 +106,22 @@ class Clock:
     rates: Rates
     now: float = 0.0
     axes: dict[str, AxisTime] = field(default_factory=dict)
-    _known: dict[tuple[int, bool], _Known] = field(default_factory=dict)
+    _known: dict[int, _Known] = field(default_factory=dict)
     _gathers_end: float = 0.0
     _pending: deque[float] = field(default_factory=deque)
     _copied: deque[float] = field(default_factory=lambda: deque([0.0, 0.0], maxlen=2))
     _reductions_end: float = 0.0
 
-    def run(self, actions: Iterable[ActionProfile]) -> None:
-        """Go through some actions."""
-        for action in actions:
-            is_backward = action.phase.startswith("backward")
-            if action.phase == "gradients":
-                self.finish_reductions()
-            known = self._known_work(action, is_backward=is_backward)
-            if known.plain is not None:
-                self._do_plain(known.plain)
-                continue
-            for item in known.items:
-                if item.message is None:
-                    self._compute(item)
-                else:
-                    self._send(item, item.message.num_bytes, is_backward=is_backward)
+    def run(self, actions: Sequence[ActionProfile]) -> None:
+        """Go through some actions. Passes that share them take as long as each other."""
+        key = id(actions)
+        if key not in self._known:
+            self._known[key] = _Known([*self._steps(actions)], actions)
+        for step in self._known[key].steps:
+            if isinstance(step, _Plain):
+                self._do_plain(step)
+            else:
+                self._do_busy(step)
 
     def finish_reductions(self) -> None:
         """Wait for all reductions of gradients."""
@@ -123,13 +134,22 @@ class Clock:
         found.seconds += seconds
         return found
 
-    def _known_work(self, action: ActionProfile, *, is_backward: bool) -> _Known:
-        key = id(action.work), is_backward
-        if key not in self._known:
-            items = [self._item(work, action.phase) for work in action.work]
-            is_plain = not any(it.needs_gathered or self._travels(it, is_backward=is_backward) for it in items)
-            self._known[key] = _Known(items, _plain(items) if is_plain else None, action.work)
-        return self._known[key]
+    def _steps(self, actions: Sequence[ActionProfile]) -> Iterator[_Busy | _Plain]:
+        """Yield what the actions do; those in which no message travels meanwhile are joined."""
+        found = [self._busy(action) for action in actions]
+        for is_busy, group in groupby(found, key=self._is_busy):
+            if is_busy:
+                yield from group
+            else:
+                yield _plain([item for it in group for item in it.items])
+
+    def _busy(self, action: ActionProfile) -> _Busy:
+        items = [self._item(work, action.phase) for work in action.work]
+        return _Busy(items, action.phase.startswith("backward"), action.phase == "gradients")
+
+    def _is_busy(self, found: _Busy) -> bool:
+        travels = (it.needs_gathered or self._travels(it, is_backward=found.is_backward) for it in found.items)
+        return found.begins_gradients or any(travels)
 
     def _item(self, work: Counter[Work] | Work, phase: str) -> _Item:
         if isinstance(work, Work):
@@ -147,13 +167,20 @@ class Clock:
     def _do_plain(self, plain: _Plain) -> None:
         """Go through an action in which no message travels meanwhile."""
         # As one after the other, because the sum of floats depends on their order.
-        for seconds in plain.seconds:
-            self.now += seconds
+        self.now = reduce(add, plain.seconds, self.now)
         for axis, (num_bytes, parts) in plain.messages.items():
             times = self.add_message(axis, num_bytes, 0.0)
-            for seconds in parts:
-                times.seconds += seconds
-                times.exposed_seconds += seconds
+            times.seconds = reduce(add, parts, times.seconds)
+            times.exposed_seconds = reduce(add, parts, times.exposed_seconds)
+
+    def _do_busy(self, busy: _Busy) -> None:
+        if busy.begins_gradients:
+            self.finish_reductions()
+        for item in busy.items:
+            if item.message is None:
+                self._compute(item)
+            else:
+                self._send(item, item.message.num_bytes, is_backward=busy.is_backward)
 
     def _compute(self, item: _Item) -> None:
         if item.needs_gathered and self._pending:
@@ -188,5 +215,6 @@ def _plain(items: Sequence[_Item]) -> _Plain:
     for item in items:
         if item.message is not None:
             num_bytes, seconds = messages.get(item.axis, (0, []))
-            messages[item.axis] = num_bytes + item.message.num_bytes, [*seconds, item.seconds]
+            seconds.append(item.seconds)
+            messages[item.axis] = num_bytes + item.message.num_bytes, seconds
     return _Plain([item.seconds for item in items], messages)

@@ -1,7 +1,7 @@
 """The steps of all processes of a pipeline, event by event."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, Border, Instruction, Pass
 from meshtrain.pictures.timeline import Kind, Lane, Span, Timeline, bubble
@@ -18,18 +18,19 @@ class Replay:
 
     Attributes:
         seconds: from the begin to the end of the last process.
-        timeline: with a lane for each pp rank.
+        bubble: share of the time in which pp ranks wait for others, on average.
         axes: axis -> the messages of the pp rank that has the most exposed seconds on it.
+        timeline: with a lane for each pp rank.
     """
 
     seconds: float
-    timeline: Timeline
+    bubble: float
     axes: dict[str, AxisTime]
+    timeline: Timeline
 
-    @property
-    def bubble(self) -> float:
-        """Return the share of the time in which pp ranks wait for others, on average."""
-        return bubble(self.timeline)
+    def without_timeline(self) -> "Replay":
+        """Return the same without what each pp rank does when, which may be long."""
+        return replace(self, timeline=Timeline(()))
 
 
 def replay(
@@ -64,48 +65,41 @@ def replay(
     for rank in ranks:
         rank.update(together)
     seconds = max(rank.clock.now for rank in ranks)
-    lanes = tuple(Lane(name, tuple(rank.spans)) for name, rank in zip(names, ranks, strict=True))
-    return Replay(seconds, Timeline(lanes), _worst_axes(ranks))
-
-
-@dataclass
-class _Transfer:
-    """A message between stages, from the time when both sides have posted it."""
-
-    seconds: float
-    posted: dict[str, float] = field(default_factory=dict)
-    end: float | None = None
+    timeline = Timeline(tuple(Lane(name, tuple(rank.spans)) for name, rank in zip(names, ranks, strict=True)))
+    return Replay(seconds, bubble(timeline), _worst_axes(ranks), timeline)
 
 
 class _Network:
-    """The messages between stages."""
+    """The messages between stages. They travel once both sides have posted them."""
 
     def __init__(self, border_bytes: Mapping[tuple[str, int], int], rates: Rates) -> None:
         self._bytes = border_bytes
         self._seconds = {key: rates.border_seconds(size) for key, size in border_bytes.items()}
-        self._transfers: dict[Border, _Transfer] = {}
+        # When the first side has posted a message, and when it has arrived.
+        self._posted: dict[Border, float] = {}
+        self._ends: dict[Border, float] = {}
         self._link_ends: dict[tuple[str, int], float] = {}
 
-    def post(self, side: str, messages: Sequence[Border], clock: Clock) -> None:
-        """Send or receive messages. They travel once both sides have posted them."""
+    def post(self, messages: Sequence[Border], clock: Clock) -> None:
+        """Send or receive messages."""
         for message in messages:
             link = message.phase, message.stage
             seconds = self._seconds[link]
-            transfer = self._transfers.setdefault(message, _Transfer(seconds))
-            transfer.posted[side] = clock.now
             clock.add_message("pp", self._bytes[link], seconds)
-            if len(transfer.posted) == 2:
-                begin = max(*transfer.posted.values(), self._link_ends.get(link, 0.0))
-                transfer.end = self._link_ends[link] = begin + seconds
+            if message not in self._posted:
+                self._posted[message] = clock.now
+                continue
+            begin = max(self._posted[message], clock.now, self._link_ends.get(link, 0.0))
+            self._ends[message] = self._link_ends[link] = begin + seconds
 
     def end_of(self, messages: Sequence[Border]) -> tuple[float, float] | None:
         """Return when some messages have arrived and how long the last one travels.
 
         None: one of them has not been posted on both sides.
         """
-        found = [self._transfers.get(message) for message in messages]
-        ends = [(it.end, it.seconds) for it in found if it is not None and it.end is not None]
-        return max(ends) if len(ends) == len(messages) else None
+        if any(message not in self._ends for message in messages):
+            return None
+        return max((self._ends[it], self._seconds[it.phase, it.stage]) for it in messages)
 
 
 class _Rank:
@@ -113,9 +107,10 @@ class _Rank:
 
     def __init__(self, profile: RankProfile, program: Sequence[Instruction], clock: Clock) -> None:
         self.clock, self.spans = clock, list[Span]()
-        self._before, self._passes, self._behind = profile.parts()
+        self._before, self._passes, self._behind = profile.before, profile.passes, profile.behind
         self._program, self._next = program, 0
         self._stages = {it.stage for it in self._passes}
+        self._of_inputs = {it._replace(phase=BACKWARD) for it in self._passes if it.phase == WEIGHTS}
         self._is_alone = all(it.do == "compute" for it in program)
 
     @property
@@ -150,19 +145,17 @@ class _Rank:
 
     def finish_gradients(self) -> None:
         """Complete the gradients after the passes."""
-        self._run("gradients", [action for action in self._behind if action.phase != "optimizer"])
+        self._run("gradients", tuple(action for action in self._behind if action.phase != "optimizer"))
 
     def update(self, begin: float) -> None:
         """Update the parameters, once all processes have their gradients."""
         self._add("wait", begin, None)
-        self._run("optimizer", [action for action in self._behind if action.phase == "optimizer"])
+        self._run("optimizer", tuple(action for action in self._behind if action.phase == "optimizer"))
 
     def _do(self, instruction: Instruction, network: _Network) -> bool:
         if instruction.computed is not None:
             it = instruction.computed
-            kind = KINDS[it.phase]
-            if it.phase == BACKWARD and it._replace(phase=WEIGHTS) in self._passes:
-                kind = "input gradient"
+            kind: Kind = "input gradient" if it in self._of_inputs else KINDS[it.phase]
             self._run(kind, self._passes[it], it)
         elif instruction.do == "await":
             found = network.end_of(instruction.messages)
@@ -174,7 +167,7 @@ class _Rank:
             is_send = all(it.stage in self._stages for it in instruction.messages)
             self._add("send" if is_send else "wait", until, None)
         else:
-            network.post(instruction.do, instruction.messages, self.clock)
+            network.post(instruction.messages, self.clock)
         return True
 
     def _run(self, kind: Kind, actions: Sequence[ActionProfile], of: Pass | None = None) -> None:

@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, instructions
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.parallel.account import flops_per_token
-from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.assembly.pipeline import Simulation
 from meshtrain.planning.names import ranks_named
 from meshtrain.planning.speed.rates import TERA, Rates
@@ -47,20 +44,10 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
     """
     plan, batch = resolved.plan, resolved.batch
     rates = Rates(speed, plan.mesh, optimizer_on_host=offloads)
-    number = num_microbatches(plan, batch)
-    owners = stage_owners(plan.pipeline, plan.mesh.pp)
     width = plan.mesh.world_size // plan.mesh.pp
     names = [ranks_named(range(first, first + width)) for first in range(0, plan.mesh.world_size, width)]
-    programs = _programs(plan.pipeline.schedule, owners, number)
-    replayed = replay(simulation.profiles, programs, simulation.border_bytes, rates, names)
+    replayed = replay(simulation.profiles, simulation.programs, simulation.border_bytes, rates, names)
     tokens = batch.global_batch_size * batch.sequence_length / replayed.seconds / plan.mesh.world_size
     peak = rates.peak_tflops(plan.precision.products)
     flops = flops_per_token(resolved.model, batch.sequence_length)
     return StepTime(replayed, tokens, peak, flops * tokens / (peak * TERA))
-
-
-def _programs(schedule: str, owners: list[int], number: int) -> list[list[Instruction]]:
-    if len(owners) > 1:
-        return instructions(schedule, owners, number)
-    passes = [Pass(phase, 0, microbatch) for microbatch in range(number) for phase in (FORWARD, BACKWARD)]
-    return [[Instruction("compute", it) for it in passes]]

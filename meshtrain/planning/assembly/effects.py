@@ -1,0 +1,120 @@
+"""What decides what a pass of a microbatch does, besides its stage: the passes before it."""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from meshtrain.compat.schedules import BACKWARD, FORWARD, WEIGHTS, Pass
+from meshtrain.config.plan import ParallelPlan
+
+
+class Gathers(NamedTuple):
+    """What decides which parameters FSDP2 gathers in a pass.
+
+    In a backward pass it gathers the layer ahead, in the order of all forward passes before. So a
+    backward pass behind a forward pass ends with a layer of the microbatch before, in vain.
+
+    Attributes:
+        finds_gathered: whether the pass before has left a layer gathered.
+        follows_forward: whether there was a forward pass since the last backward pass.
+        goes_too_far: whether it gathers a layer in vain.
+        reduces_last: whether it is the last backward pass, if each of them reduces gradients.
+    """
+
+    finds_gathered: bool = False
+    follows_forward: bool = False
+    goes_too_far: bool = False
+    reduces_last: bool = False
+
+
+class Effect(NamedTuple):
+    """What decides what a pass does with the gradients and the parameters of its stage.
+
+    FSDP2 adds new gradients to the sum of those before in the next backward pass, which only
+    schedules with passes of weights do later.
+
+    Attributes:
+        has_weights: whether the pass computes gradients of weights.
+        finds_new: whether there are gradients that are not in the sum.
+        finds_sum: whether there is a sum, for a pass that adds to it.
+        gathers: what decides which parameters it gathers, if passes gather any.
+    """
+
+    has_weights: bool = False
+    finds_new: bool = False
+    finds_sum: bool = False
+    gathers: Gathers = Gathers()
+
+    @property
+    def of_gradients(self) -> "Effect":
+        """Return the effect on gradients alone."""
+        return self._replace(gathers=Gathers())
+
+
+# One object for most passes of long steps.
+_NOTHING = Effect()
+
+
+class Gathering(NamedTuple):
+    """How the passes of a plan gather parameters.
+
+    Attributes:
+        in_passes: whether passes gather parameters that others have freed; otherwise the first one
+            of each stage does.
+        reduces_each: whether each backward pass reduces gradients, and not the last one alone.
+    """
+
+    in_passes: bool
+    reduces_each: bool
+
+
+def gathering_of(plan: ParallelPlan) -> Gathering:
+    """Return how the passes of a resolved plan gather parameters."""
+    in_passes = plan.shard.reshard_after_forward == "always" and plan.mesh.is_sharded
+    return Gathering(in_passes, plan.shard.reduces_each_microbatch)
+
+
+def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:
+    """Yield what decides what each pass of a process does.
+
+    Args:
+        passes: in their order.
+        gathering: of the plan.
+    """
+    found = _gathers(passes, gathering) if gathering.in_passes else repeat(_NOTHING.gathers, len(passes))
+    split = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
+    with_new, with_sum = set[int](), set[int]()
+    for it, own in zip(passes, found, strict=True):
+        new, summed = it.stage in with_new, it.stage in with_sum
+        if it.phase == WEIGHTS:
+            yield Effect(has_weights=True, finds_new=new, gathers=own)
+            with_new.add(it.stage)
+        elif it.phase == BACKWARD and (new or it not in split):
+            yield Effect(it not in split, new, summed, own)
+            with_new.discard(it.stage)
+            with_sum.add(it.stage)
+        else:
+            yield Effect(gathers=own) if gathering.in_passes else _NOTHING
+
+
+def _gathers(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Gathers]:
+    last = {it.stage: index for index, it in enumerate(passes) if it.phase == BACKWARD}
+    # Stage -> number of its forward passes.
+    numbers: dict[int, int] = {}
+    latest: set[int] = set()
+    gathered: set[int] = set()
+    for index, it in enumerate(passes):
+        found = it.stage in gathered
+        if it.phase == BACKWARD:
+            follows = it.stage in latest
+            goes_too_far = follows and numbers[it.stage] > 1
+            yield Gathers(found, follows, goes_too_far, gathering.reduces_each and last[it.stage] == index)
+            latest.discard(it.stage)
+            (gathered.add if goes_too_far else gathered.discard)(it.stage)
+        elif it.phase == FORWARD:
+            yield Gathers(found)
+            numbers[it.stage] = numbers.get(it.stage, 0) + 1
+            latest.add(it.stage)
+            gathered.discard(it.stage)
+        else:
+            yield Gathers(found)
