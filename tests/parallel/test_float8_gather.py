@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtrain import parallel
 from meshtrain.compat.fake import name_of
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, RunConfig
-from meshtrain.parallel import build_pipeline
+from meshtrain.parallel import build, build_pipeline
 from meshtrain.parallel.float8.gather import _InFloat8, gathers_in_float8
 from meshtrain.parallel.float8.product import RECIPES, float8_linear
 from meshtrain.parallel.pipeline import full_tensor
@@ -67,11 +66,11 @@ def never(plan: ParallelPlan) -> bool:
 
 def compare(model: str, tables: dict[str, Any]) -> float:
     """Compare with weights gathered in bfloat16, and return the share of their bytes."""
-    parallel.gathers_in_float8 = never
+    build.gathers_in_float8 = never
     try:
         losses, parameters, whole = train(model, tables)
     finally:
-        parallel.gathers_in_float8 = gathers_in_float8
+        build.gathers_in_float8 = gathers_in_float8
     same_losses, same_parameters, part = train(model, tables)
     assert same_losses == losses
     for name, value in parameters.items():
