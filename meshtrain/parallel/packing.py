@@ -1,5 +1,6 @@
 """A frozen model in four bits under a plan: whether it can be, its layers, weights from files."""
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -95,7 +96,8 @@ def _problems_over_tp(
         assert heads is not None, "the plan is not checked"
         if (width // heads.queries) % BLOCK:
             each = f"the processes share the heads of {what} unevenly, and a head has {width // heads.queries} inputs"
-            advice = f"set a plan.mesh.tp that divides {heads.queries}, or shard over plan.mesh.dp_shard"
+            fitting = math.gcd(heads.queries, width // BLOCK)
+            advice = f"set a plan.mesh.tp that divides {fitting}, or shard over plan.mesh.dp_shard"
             yield Problem(f"{asked}: {each}, which is no multiple of {BLOCK}", advice)
 
 

@@ -33,7 +33,8 @@ def on_all_cores(
         values: for which it is called.
         args: further arguments of it.
         deadline: on the monotonic clock. A process leaves out what would end later, judged by the
-            time of what it has computed before. It computes at least one value.
+            time of what it has computed before. It computes at least one value, if others
+            have left any.
         costs: about how long each value takes, relative to others; by default as long as others.
         kinds: equal for values that share what a process keeps; by default no value does.
 
@@ -54,7 +55,7 @@ def on_all_cores(
 
 
 def owners_of(workers: int, costs: Sequence[float], kinds: Sequence[Hashable]) -> list[int]:
-    """Return the process that computes each value, unless it has others to do and another has none.
+    """Return the process that computes each value. Another one may take it over if that is busy.
 
     That is the one that has least to do, or the one with the last value of the same kind.
 

@@ -304,6 +304,11 @@ def test_many_microbatches_are_put_together_from_few(schedule: str) -> None:
     assert_put_together(schedule, 4, 12)
 
 
+@pytest.mark.parametrize(("schedule", "pp"), [("LoopedBFS", 3), ("ZBVZeroBubble", 4)])
+def test_messages_that_are_never_apart_are_simulated_as_they_are(schedule: str, pp: int) -> None:
+    assert_put_together(schedule, pp, 2)
+
+
 def test_microbatches_that_gather_parameters_are_put_together_from_few() -> None:
     assert_put_together("1F1B", 5, 11, shard={"reshard_after_forward": "always"})
 

@@ -263,7 +263,7 @@ def test_blocks_that_processes_of_tp_would_cut_are_refused(tmp_path: Path) -> No
         resolve_run(run)
     assert str(caught.value) == (
         "lora.base = 'nf4' and plan.mesh.tp = 4: the processes share the heads of model.layers.*.self_attn.o_proj "
-        "unevenly, and a head has 32 inputs, which is no multiple of 64; set a plan.mesh.tp that divides 6, or shard "
+        "unevenly, and a head has 32 inputs, which is no multiple of 64; set a plan.mesh.tp that divides 3, or shard "
         "over plan.mesh.dp_shard"
     )
 
