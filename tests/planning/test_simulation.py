@@ -163,6 +163,13 @@ def test_adapters_of_single_layers_need_what_real_ones_need() -> None:
     assert abs(compare_run(replace(run, lora=lora))) <= NEAR
 
 
+def test_adapters_of_single_layers_are_those_of_their_stages() -> None:
+    plan = {"mesh": {"pp": 4, "dp_shard": 1}, "pipeline": {"layers_per_stage": "even"}}
+    run = make_run("llama", plan, microbatches=12, values={**SMALL, "num_hidden_layers": 8})
+    lora = LoraConfig(rank=64, target_modules=["2.mlp.down_proj", "layers.7.self_attn.q_proj"])
+    run_on_ranks(1, compare_ranks, replace(run, lora=lora), joins=False, timeout=300)
+
+
 def test_layers_with_adapters_are_put_together() -> None:
     run = make_run("llama", PLANS["pp x tp, float8, selective"], values={**SMALL, "num_hidden_layers": 16})
     run_on_ranks(1, compare_ranks, replace(run, lora=LoraConfig(rank=8)), joins=False, timeout=300)

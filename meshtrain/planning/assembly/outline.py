@@ -95,7 +95,7 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     Raises:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
-    if not all_layers and _names_layers(run.lora):
+    if not all_layers and names_layers(run.lora):
         raise LayersNeededError("`lora` names a layer by its number")
     full = full_model(run)
     parameters = layer_parameters(full)
@@ -207,7 +207,8 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
     return index == 0, index == num_stages - 1, len(route.received), *parts
 
 
-def _names_layers(lora: LoraConfig) -> bool:
+def names_layers(lora: LoraConfig) -> bool:
+    """Return whether the adapters of a run name layers by their numbers, which all must keep then."""
     targets = lora.target_modules if isinstance(lora.target_modules, list) else []
     return any(part.isdigit() for target in (*targets, *lora.modules_to_save) for part in target.split("."))
 
