@@ -205,13 +205,11 @@ class Pipeline:
     def prepare(self, labels: Tensor) -> None:
         """Build what the first step with a shape of batches builds. Collective over the pipeline.
 
-        A run need not call it. A simulation does, because other steps do not send these messages.
+        A run need not call it. A simulation does, because other steps do not send these messages,
+        and because its processes cannot ask each other whether any parameter trains.
 
         Args:
             labels: of a batch (local_batch, seq).
-
-        Raises:
-            ModelError: if every parameter is frozen.
         """
         if self.num_stages > 1:
             with self._in_parts({"input_ids": labels}, labels) as (_, part):
@@ -321,6 +319,8 @@ def _run_one_stage(
 
 
 def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
+    if tuple(labels.shape) not in pipeline._schedules:
+        _check_trains(pipeline, labels.device)
     schedule = _schedule_for(pipeline, labels)
     schedule.loss.function = loss_function
     losses: list[Tensor] = []
@@ -365,12 +365,15 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
     return pipeline._schedules[shape]
 
 
-def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> TorchSchedule:
+def _check_trains(pipeline: Pipeline, device: torch.device) -> None:
     # A stage assumes that its input needs a gradient, even if no earlier stage trains. So one stage
     # alone cannot detect that nothing trains.
-    idle = torch.tensor(float(not any(True for _ in pipeline.trainable_parameters())), device=labels.device)
+    idle = torch.tensor(float(not any(True for _ in pipeline.trainable_parameters())), device=device)
     if all_reduce_over(idle, pipeline.mesh, [PP], dist.ReduceOp.MIN).item():
         raise ModelError(NOTHING_TRAINS)
+
+
+def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> TorchSchedule:
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
     stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
     return build_schedule(

@@ -95,13 +95,15 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
     Raises:
         LayersNeededError: if the layers of the model must not be left out, and some were.
     """
-    if not all_layers and names_layers(run.lora):
+    is_named = _names_layers(run.lora)
+    if not all_layers and is_named:
         raise LayersNeededError("`lora` names a layer by its number")
     full = full_model(run)
     parameters = layer_parameters(full)
     precision, every = run.plan.precision, run.plan.recompute.every
     kinds = [
-        (kind, index % every, _skipped_in_float8(precision, index)) for index, kind in enumerate(layer_kinds(full))
+        (kind, index % every, _skipped_in_float8(precision, index), is_named and index)
+        for index, kind in enumerate(layer_kinds(full))
     ]
     stages = _layers_of_stages(run)
     # Such a schedule computes the gradients of all weights of a stage in one pass.
@@ -207,8 +209,8 @@ def _border(index: int, num_stages: int, structure: Structure | None, route: Sta
     return index == 0, index == num_stages - 1, len(route.received), *parts
 
 
-def names_layers(lora: LoraConfig) -> bool:
-    """Return whether the adapters of a run name layers by their numbers, which all must keep then."""
+def _names_layers(lora: LoraConfig) -> bool:
+    """Return whether adapters name layers by their numbers, which all layers must keep then."""
     targets = lora.target_modules if isinstance(lora.target_modules, list) else []
     return any(part.isdigit() for target in (*targets, *lora.modules_to_save) for part in target.split("."))
 

@@ -7,7 +7,7 @@ from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, ins
 from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.planning.assembly.outline import Outline, StageOutline, names_layers
+from meshtrain.planning.assembly.outline import Outline, StageOutline
 from meshtrain.planning.simulation.run import SimulatedRun
 
 # The first microbatch, the last one, and one between them.
@@ -91,8 +91,8 @@ def _alone(run: SimulatedRun, outline: Outline, kept: Sequence[int], simulated: 
         kept: the pp ranks, ascending.
         simulated: those of them that are simulated.
     """
-    if run.teacher is not None or names_layers(run.lora):
-        # The teacher has as many stages, and layers would have other numbers.
+    if run.teacher is not None:
+        # It has as many stages.
         return None
     held = stages_of_ranks(run)
     here = sorted(stage for rank in kept for stage in held[rank])
