@@ -125,9 +125,14 @@ def build_pipeline(
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, whole, adapters)
         if whole.base is not None and stage.is_last:
-            own = whole.context if stock_loss else None
-            channel = stage.channel
-            head = ChunkedHead(stage.model, whole.base, plan.loss.size, channel, stock_loss=stock_loss, context=own)
+            head = ChunkedHead(
+                stage.model,
+                whole.base,
+                plan.loss.size,
+                stage.channel,
+                stock_loss=stock_loss,
+                context=whole.context if stock_loss else None,
+            )
         with allocation:
             materialize(
                 stage.model,
@@ -181,7 +186,7 @@ class _Whole:
         expert_use: counts the choices of its routers.
         counted: FQN of the stacks whose experts are counted -> their number.
         watches_routers: whether their results are needed besides those of the layers.
-        is_program: whether a program calls the model, which computes the loss of its class.
+        stock_loss: whether the loss is computed by its own forward pass, which a program calls.
     """
 
     context: ContextParallel | None
@@ -197,7 +202,7 @@ class _Whole:
     expert_use: ExpertUse
     counted: Mapping[str, int]
     watches_routers: bool
-    is_program: bool
+    stock_loss: bool
 
 
 def _find(
@@ -243,7 +248,7 @@ def _find(
         expert_use=ExpertUse([*counted.values()], mesh, device, context, router.bias_update_rate),
         counted=counted,
         watches_routers=formulas is not None or bool(router.bias_update_rate),
-        is_program=stock_loss,
+        stock_loss=stock_loss,
     )
 
 
@@ -297,7 +302,8 @@ def _parallelize_stage(
     if plan.tensor.async_tp:
         allow_symmetric_memory(mesh.get_group(TP))
     apply_compile(stage, plan, watches_routers=whole.watches_routers)
-    apply_shard(stage, mesh, plan, is_program=whole.is_program)
+    # A program may use parameters between the passes, and a pipeline computes other microbatches.
+    apply_shard(stage, mesh, plan, keeps_root=stage.num_stages == 1 and not whole.stock_loss)
     if gathers_in_float8(plan):
         apply_float8_gather(stage, [layer for layer in float8_layers if layer not in exact])
     return summed_over_tp

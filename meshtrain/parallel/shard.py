@@ -54,14 +54,15 @@ def parameter_device(plan: ParallelPlan, device: torch.device) -> torch.device:
     return torch.device("cpu") if plan.shard.offload == "cpu" else device
 
 
-def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan, *, is_program: bool = False) -> None:
+def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan, *, keeps_root: bool) -> None:
     """Shard a stage in place, layer by layer, if `needs_fsdp` is true for the plan.
 
     Args:
         stage: of the model.
         mesh: all processes.
         plan: resolved.
-        is_program: whether a program calls the model, and may use parameters between the passes.
+        keeps_root: whether what belongs to no layer stays gathered until the backward pass, which
+            begins with it, also where layers are freed.
     """
     if not needs_fsdp(plan):
         return
@@ -82,9 +83,8 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan, *, is_progra
     for layer in stage.own_layers():
         alone = _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
         shard(layer, ignored_params=shared | alone)
-    # A backward pass begins in the root: its parameters would be freed and gathered again at once.
-    keeps_root = reshard and stage.num_stages == 1 and not is_program
-    shard(stage.model, reshard_after_forward=None if keeps_root else reshard)
+    # None: only layers are freed.
+    shard(stage.model, reshard_after_forward=None if reshard and keeps_root else reshard)
     if plan.shard.prefetch != "implicit" and plan.mesh.is_sharded:
         _prefetch(stage, plan.shard.prefetch)
     for module in fsdp_modules(stage.model):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2ForQuestionAnswering
@@ -307,6 +308,17 @@ def draw_after_a_failure() -> None:
     assert torch.equal(torch.rand(3), wanted)
     stock = stock_model("gpt2-tied")
     torch.testing.assert_close(model(**FIRST).loss, stock(**FIRST).loss, rtol=1e-12, atol=0)
+
+
+def look_between_the_passes() -> None:
+    model = parallel(stock_model("llama-untied"), {"dp_shard": 2})
+    loss = model(**own_part(model, FIRST)).loss
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    loss.backward()
+
+
+def test_a_program_finds_its_own_parameters_between_the_passes() -> None:
+    run_on_ranks(2, look_between_the_passes)
 
 
 def test_failed_forward_pass_restores_the_random_generators() -> None:

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshtrain.compat.fake import name_of
 from meshtrain.compat.fsdp import gathered_parameters, unreduced_gradients
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import PrecisionPlan
@@ -96,6 +98,33 @@ def test_a_level_keeps_what_it_says() -> None:
     assert parts == (full, 0, full // 2)
     assert freed == (0, full, 0)
     assert least == (0, 0, full // 2)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the gathers of FSDP2."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += name_of(func)[1] == "_allgather_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of(case: Case) -> tuple[int, int, int]:
+    """Return the gathers of a step, the number of its layers and that of its microbatches."""
+    pipeline = build(case)
+    fill(pipeline, stock_weights(case.model))
+    batch = local_rows(pipeline, batches()[0])
+    with Gathers() as gathers:
+        pipeline.forward_backward(batch, build_loss(pipeline))
+    layers = [layer for stage in pipeline.stages for layer in stage.own_layers()]
+    return gathers.number, len(layers), len(batch["labels"]) // pipeline.micro_batch_size
+
+
+def test_the_root_is_gathered_once_per_microbatch_and_layers_twice() -> None:
+    number, layers, microbatches = run_on_ranks(2, gathers_of, Case("llama-untied", (1, 1, 2, 1)))[0]
+    assert microbatches > 1
+    assert number == microbatches * (1 + 2 * layers)
 
 
 def _full_weights() -> dict[str, Tensor]:
