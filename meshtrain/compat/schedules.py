@@ -92,9 +92,6 @@ class _Stage:
 def pass_orders(schedule: str, owners: Sequence[int], num_microbatches: int) -> list[list[Pass]]:
     """Return the passes of every process of a pipeline, in order.
 
-    The last results are kept, because torch takes seconds for long pipelines. They must not be
-    changed.
-
     Why: only a private attribute of torch's schedules has the order. The one of 1F1B is wrong for
     the last process; its code, which runs it, is not.
     Holds: torch 2.11 to 2.13.
@@ -107,11 +104,6 @@ def pass_orders(schedule: str, owners: Sequence[int], num_microbatches: int) -> 
     Raises:
         ValueError: if the schedule refuses this number.
     """
-    return _pass_orders(schedule, tuple(owners), num_microbatches)
-
-
-@lru_cache(maxsize=4)
-def _pass_orders(schedule: str, owners: tuple[int, ...], num_microbatches: int) -> list[list[Pass]]:
     built = _built(schedule, owners, num_microbatches, with_messages=False)
     if built is not None:
         return [_passes(actions) for _, actions in sorted(built.pipeline_order.items())]
@@ -122,7 +114,8 @@ def _pass_orders(schedule: str, owners: tuple[int, ...], num_microbatches: int) 
 def instructions(schedule: str, owners: Sequence[int], num_microbatches: int) -> list[list[Instruction]]:
     """Return what every process of a pipeline computes, sends and awaits in a step, in order.
 
-    The last results are kept, as those of `pass_orders` are.
+    The last results are kept, because torch takes seconds for long pipelines. They must not be
+    changed.
 
     The arguments are those of `pass_orders`.
 
