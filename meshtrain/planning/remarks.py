@@ -3,7 +3,6 @@
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.names import gib, shown_seconds
 from meshtrain.planning.needs import Needs
-from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.training.resolve import ResolvedRun
 
 ONE_DOCUMENT = (
@@ -24,16 +23,11 @@ def time_remark(needs: Needs, machine: Machine) -> str:
     time = needs.time
     if time is None:
         return f"How long a step takes is not known: {machine.name} has no table [speed]."
-    bubble = f", {time.replay.bubble:.1%} of it waiting for other stages" if has_stages(time) else ""
+    bubble = f", {time.replay.bubble:.1%} of it waiting for other stages" if len(needs.simulation.programs) > 1 else ""
     return (
         f"A step takes {shown_seconds(time.seconds)} s{bubble}: {time.tokens_per_second:,.0f} tokens per second and "
         f"process, MFU {time.mfu:.1%} of {time.peak_tflops:,.4g} TFLOP/s."
     )
-
-
-def has_stages(time: StepTime) -> bool:
-    """Return whether several pp ranks may wait for each other."""
-    return len(time.replay.timeline.lanes) > 1
 
 
 def estimates_remark(machine: Machine) -> str:

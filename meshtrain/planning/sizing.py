@@ -8,7 +8,6 @@ from meshtrain.parallel.account import StageShare
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.names import gib, ranks_named, shown_seconds
 from meshtrain.planning.needs import Needs
-from meshtrain.planning.remarks import has_stages
 from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.planning.verdict import Verdict
 from meshtrain.training.resolve import ResolvedRun
@@ -59,7 +58,10 @@ class Sizing:
         }
         if plan.mesh.pp > 1:
             found["schedule"] = plan.pipeline.schedule
-        return found | (_speed(self.needs.time, plan.mesh.world_size) if self.needs.time is not None else {})
+        if self.needs.time is None:
+            return found
+        found |= _speed(self.needs.time, plan.mesh.world_size)
+        return found | ({"bubble": f"{self.needs.time.replay.bubble:.1%}"} if plan.mesh.pp > 1 else {})
 
     @property
     def fullest_name(self) -> str:
@@ -68,10 +70,9 @@ class Sizing:
 
 
 def _speed(time: StepTime, world_size: int) -> dict[str, str]:
-    found = {
+    return {
         "time of a step": f"{shown_seconds(time.seconds)} s",
         "tokens/s": f"{time.tokens_per_second * world_size:,.0f}",
         "tokens/s per process": f"{time.tokens_per_second:,.0f}",
         "MFU": f"{time.mfu:.1%}",
     }
-    return found | ({"bubble": f"{time.replay.bubble:.1%}"} if has_stages(time) else {})
