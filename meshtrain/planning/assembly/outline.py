@@ -65,6 +65,10 @@ class StageOutline:
         """Return the layers that are not kept."""
         return sorted({*self.layers} - {*self.kept})
 
+    def like(self, layer: int) -> int:
+        """Return the position in `kept` of a layer that does the same as one of the model."""
+        return self.likes[layer - self.layers[0]]
+
     def parameters_of(self, layer: int) -> Hashable:
         """Return a value that is equal for layers with like parameters."""
         return self.parameters[layer - self.layers[0]]

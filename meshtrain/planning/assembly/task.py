@@ -8,7 +8,7 @@ from meshtrain.planning.assembly.expansion import with_all_layers
 from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.assembly.outline import StageOutline, with_layers
 from meshtrain.planning.simulation.profile import RankProfile
-from meshtrain.planning.simulation.rank import simulate_rank, simulate_without_passes
+from meshtrain.planning.simulation.rank import simulate_rank, simulate_with_one_less, simulate_without_passes
 from meshtrain.planning.simulation.run import SimulatedRun
 
 
@@ -45,10 +45,8 @@ class Task:
         if not any(stage.left_out for stage in self.stages):
             return simulate_rank(with_layers(self.run, [stage.layers for stage in self.stages]), self.rank)
         # The size of some memory grows with the number of layers, so it is rounded at the end.
-        few = simulate_rank(self._with({}), self.rank)
-        if self._left_out():
-            few = with_all_layers(few, self._outside(few), self._likes())
-        return few.rounded(self.run.granularity)
+        few, outside = self._with_outside()
+        return with_all_layers(few, outside, self._likes()).rounded(self.run.granularity)
 
     def simulate_passes(self) -> RankProfile:
         """Return what the process does in the passes of a step; outside of them a few layers count.
@@ -62,22 +60,27 @@ class Task:
     def _likes(self) -> dict[int, Sequence[int]]:
         return {stage: self.stages[stage].likes for stage in self.held}
 
-    def _outside(self, few: RankProfile) -> Outside:
-        """Return what a process with all layers does outside the passes."""
-        left_out = self._left_out()
+    def _with_outside(self) -> tuple[RankProfile, Outside]:
+        """Return a step with a few layers, and what one with all layers does outside the passes."""
+        few, left_out = self._with({}), self._left_out()
+        if not left_out:
+            profile = simulate_rank(few, self.rank)
+            return profile, outside_of(profile)
         kinds = {self.stages[stage].parameters_of(layer) for stage, layer in left_out}
         # Matrices that are updated as a whole are divided among processes, and not each layer.
-        if len(kinds) == 1 and not self.run.optimizer.takes_whole_matrices:
-            (stage, layer), *_ = left_out
-            more = self._without_passes({stage: sorted([*self.stages[stage].kept, layer])})
-            try:
-                return outside_of(few).with_more_layers(more, len(left_out))
-            except UnevenGrowthError:
-                pass
-        return self._without_passes({stage: self.stages[stage].layers for stage in self.held})
+        if len(kinds) > 1 or self.run.optimizer.takes_whole_matrices:
+            return simulate_rank(few, self.rank), self._with_all_parameters()
+        stage, layer = left_out[0]
+        profile, less = simulate_with_one_less(few, self.rank, stage, self.stages[stage].like(layer))
+        try:
+            return profile, outside_of(less).with_more_layers(outside_of(profile), len(left_out) + 1)
+        except UnevenGrowthError:
+            return profile, self._with_all_parameters()
 
-    def _without_passes(self, layers: dict[int, Sequence[int]]) -> Outside:
-        return outside_of(simulate_without_passes(self._with(layers), self.rank))
+    def _with_all_parameters(self) -> Outside:
+        """Return the same from a step with all layers, but without passes."""
+        run = self._with({stage: self.stages[stage].layers for stage in self.held})
+        return outside_of(simulate_without_passes(run, self.rank))
 
     def _left_out(self) -> list[tuple[int, int]]:
         return [(stage, layer) for stage in self.held for layer in self.stages[stage].left_out]

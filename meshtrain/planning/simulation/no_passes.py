@@ -1,4 +1,4 @@
-"""A pipeline that gives its parameters gradients without any pass."""
+"""A pipeline that gives its parameters gradients without any pass, and can do without some."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +14,22 @@ from meshtrain.parallel.pipeline import LossFunction, Pipeline
 def without_passes(pipeline: Pipeline) -> Pipeline:
     """Return the same pipeline, with one backward pass that only fills in gradients."""
     return _WithoutPasses(**{field.name: getattr(pipeline, field.name) for field in fields(pipeline)})
+
+
+def leave_out_layer(pipeline: Pipeline, stage: int, layer: int) -> None:
+    """Leave a layer out of a pipeline in place, which can no longer run its passes.
+
+    Args:
+        pipeline: of a process.
+        stage: index of the stage that holds the layer.
+        layer: counted from the first one of the stage.
+    """
+    holder = next(it for it in pipeline.stages if it.index == stage)
+    index = holder.first_layer + layer
+    # What sums gradients has lists of its own of the parameters that train.
+    holder.layers[index].requires_grad_(False)
+    pipeline.expert_use.forget(holder.layers[index])
+    holder.layers[index] = nn.Identity()
 
 
 @dataclass(frozen=True)

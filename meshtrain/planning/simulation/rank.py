@@ -1,7 +1,8 @@
 """Simulate the step of one process of a run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,13 +33,14 @@ from meshtrain.parallel.float8.product import products_as_on_gpus
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules
 from meshtrain.planning.simulation.building import build_context, build_models
-from meshtrain.planning.simulation.no_passes import without_passes
+from meshtrain.planning.simulation.no_passes import leave_out_layer, without_passes
 from meshtrain.planning.simulation.optimizer import FakeOptimizer
 from meshtrain.planning.simulation.profile import AHEAD, FORWARD, RankProfile, profile_of
 from meshtrain.planning.simulation.recorder import HEAD, Place, Recorder, Role
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size, fsdp_group, stage_group
+from meshtrain.training.distillation.passes import BuiltTeacher
 from meshtrain.training.preference.rows import reference_like
 from meshtrain.training.step import train_step
 from meshtrain.training.weight_average import build_average
@@ -163,26 +165,54 @@ def simulate_without_passes(run: SimulatedRun, rank: int) -> RankProfile:
 
     Its parameters get gradients in place of the passes. The arguments are those of `simulate_rank`.
     """
-    recorder = record_rank(run, rank, Recorder, without_passes)
-    return profile_of(recorder, num_microbatches(run.plan, run.batch))
+    with _built_process(run, rank) as process:
+        return process.profile(without_passes(process.pipeline))
 
 
-def record_rank(
-    run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline] = lambda it: it
-) -> AnyRecorder:
+def simulate_with_one_less(run: SimulatedRun, rank: int, stage: int, layer: int) -> tuple[RankProfile, RankProfile]:
+    """Return what one process does in a step, and without one of its layers, but without passes.
+
+    Args:
+        run: of which it is a part.
+        rank: its number.
+        stage: index of the stage that holds the layer.
+        layer: counted from the first one of the stage.
+
+    Raises:
+        NotSimulated: for a class with an operator that needs values.
+    """
+    with _built_process(run, rank) as process:
+        full = process.profile(process.pipeline)
+        leave_out_layer(process.pipeline, stage, layer)
+        return full, process.profile(without_passes(process.pipeline))
+
+
+def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
     """Return a recorder that has seen the step of one process.
 
     Args:
         run: of which the process is a part.
         rank: its number.
         kind: class of the recorder.
-        change: of the pipeline that takes the step.
 
     Raises:
         NotSimulated: for a class with an operator that needs values.
     """
+    with _built_process(run, rank) as process:
+        return process.record(process.pipeline, kind)
+
+
+@contextmanager
+def _built_process(run: SimulatedRun, rank: int) -> Iterator["_Process"]:
+    """Be one process of a run while the block runs, with its models over fake tensors."""
     try:
-        return _record(run, rank, kind, change)
+        with fake_process_group(rank, run.plan.mesh.world_size):
+            fake = fake_tensors()
+            quick = QuickFakeTensors(fake)
+            pipeline, teacher = build_models(run, CPU, quick)
+            # The groups are made before tensors are fake, because torch looks for this process in a
+            # tensor.
+            yield _Process(run, pipeline, teacher, group_axes(pipeline), fake, quick)
     except NEEDS_VALUES as error:
         raise NotSimulated(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
@@ -191,38 +221,60 @@ def record_rank(
         ) from error
 
 
-def _record(
-    run: SimulatedRun, rank: int, kind: type[AnyRecorder], change: Callable[[Pipeline], Pipeline]
-) -> AnyRecorder:
-    with fake_process_group(rank, run.plan.mesh.world_size), ExitStack() as stack:
-        fake = fake_tensors()
-        quick = QuickFakeTensors(fake)
-        pipeline, teacher = build_models(run, CPU, quick)
-        # The groups are made before tensors are fake, because torch looks for this process in a
-        # tensor.
-        axes = group_axes(pipeline)
-        with quick:
-            optimizer = FakeOptimizer(pipeline, run.optimizer)
-            optimizer.make_states()
-            average = build_average(pipeline, run.ema)
-            batch = _batch(run)
-        stack.enter_context(fake)
-        recorder = kind(axes, answers=True, granularity=run.granularity)
-        watch = Watch(recorder, pipeline)
-        recorder.hold(optimizer.states(), Role.OPTIMIZER)
-        recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
-        if teacher is not None:
-            recorder.hold((_local(it) for _, it in teacher.pipeline.named_parameters()), Role.TEACHER)
-            _watch_teacher(recorder, teacher.pipeline)
-        pipeline = change(pipeline)
-        context = build_context(run, pipeline, teacher, optimizer, average)
-        recorder.hold(batch.values(), Role.BATCH)
-        pipeline.prepare(batch["labels"])
-        for part in _as_simulated(run, recorder):
-            stack.enter_context(part)
-        train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
-        watch.find_gradients()
-    return recorder
+@dataclass(frozen=True)
+class _Process:
+    """One process of a run.
+
+    Attributes:
+        run: of which it is a part.
+        pipeline: of the model that trains.
+        teacher: if the run has one.
+        axes: name of a process group -> axis of the mesh.
+        fake: the mode of fake tensors.
+        quick: the same mode, which knows many operators already.
+    """
+
+    run: SimulatedRun
+    pipeline: Pipeline
+    teacher: BuiltTeacher | None
+    axes: dict[str, str]
+    fake: AbstractContextManager[Any]
+    quick: QuickFakeTensors
+
+    def profile(self, pipeline: Pipeline) -> RankProfile:
+        """Return what the process does in a step with a pipeline, which is its own or a changed one."""
+        return profile_of(self.record(pipeline, Recorder), num_microbatches(self.run.plan, self.run.batch))
+
+    def record(self, pipeline: Pipeline, kind: type[AnyRecorder]) -> AnyRecorder:
+        """Return a recorder that has seen a step with a pipeline.
+
+        Args:
+            pipeline: of this process, or a changed one.
+            kind: class of the recorder.
+        """
+        run, teacher = self.run, self.teacher
+        with ExitStack() as stack:
+            with self.quick:
+                optimizer = FakeOptimizer(pipeline, run.optimizer)
+                optimizer.make_states()
+                average = build_average(pipeline, run.ema)
+                batch = _batch(run)
+            stack.enter_context(self.fake)
+            recorder = kind(self.axes, answers=True, granularity=run.granularity)
+            watch = Watch(recorder, pipeline)
+            recorder.hold(optimizer.states(), Role.OPTIMIZER)
+            recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
+            if teacher is not None:
+                recorder.hold((_local(it) for _, it in teacher.pipeline.named_parameters()), Role.TEACHER)
+                _watch_teacher(recorder, teacher.pipeline)
+            context = build_context(run, pipeline, teacher, optimizer, average)
+            recorder.hold(batch.values(), Role.BATCH)
+            pipeline.prepare(batch["labels"])
+            for part in _as_simulated(run, recorder):
+                stack.enter_context(part)
+            train_step(context, 0, batch, np.arange(run.batch.global_batch_size))
+            watch.find_gradients()
+        return recorder
 
 
 def _watch_teacher(recorder: Recorder, teacher: Pipeline) -> None:
