@@ -41,6 +41,7 @@ class Channel:
         position: number of the next call.
         device: of the pass.
         arrive: changes each received tensor before its use, with its index.
+        zeros: number format and device -> a zero, which the stubs of all passes return expanded.
     """
 
     routes: StageRoutes = field(default_factory=StageRoutes)
@@ -50,6 +51,7 @@ class Channel:
     position: int = 0
     device: torch.device | None = None
     arrive: Callable[[int, Tensor], Tensor] = lambda _, x: x
+    zeros: dict[tuple[torch.dtype, torch.device | None], Tensor] = field(default_factory=dict)
 
     def begin(self, trace: Trace, received: Sequence[Tensor], device: torch.device) -> None:
         """Begin a forward pass."""
@@ -123,9 +125,14 @@ class Channel:
 
     def _zeros(self, like: Tensor) -> Tensor:
         """Return zeros, which take memory only if the model writes into them."""
-        if memory_of(like) in self.trace.overwritten:
+        if not like.shape or memory_of(like) in self.trace.overwritten:
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-        return _zeros_like(like, self.device)
+        key = like.dtype, self.device
+        if key not in self.zeros:
+            # A tensor of inference mode could not be used in training.
+            with torch.inference_mode(mode=False):
+                self.zeros[key] = torch.zeros((), dtype=like.dtype, device=self.device)
+        return self.zeros[key].expand(like.shape)
 
 
 def _sendable(tensor: Tensor, *, is_own: bool) -> Tensor:

@@ -45,9 +45,16 @@ def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list
     found: list[ActionProfile] = []
     for phase, group in groupby(actions, key=lambda action: action.phase):
         part = list(group)
-        is_outside = phase.startswith("after ") and all(action.place in (None, HEAD) for action in part)
-        found += part if is_outside else _phase_with_layers(part, likes)
+        found += part if _is_outside_layers(phase, part) else _phase_with_layers(part, likes)
     return found
+
+
+def _is_outside_layers(phase: str, actions: Sequence[ActionProfile]) -> bool:
+    """Return whether a phase does nothing in layers."""
+    # Without FSDP2, nothing is reduced after the passes of one of several stages.
+    is_quiet = phase == "reduction" and not any(action.work or len(action.changes) for action in actions)
+    is_behind = phase.startswith("after ") and all(action.place in (None, HEAD) for action in actions)
+    return is_quiet or is_behind
 
 
 def _phase_with_layers(actions: list[ActionProfile], likes: Sequence[int]) -> list[ActionProfile]:

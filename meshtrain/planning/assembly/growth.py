@@ -4,7 +4,7 @@ There a process computes with the parameters of all layers alike, so that each l
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -50,6 +50,13 @@ class Outside:
             raise UnevenGrowthError("there are other sections")
         behind = [_grown(one, other, times) for one, other in zip(self.behind, more.behind, strict=True)]
         return Outside(_grown(self.state, more.state, times), tuple(behind))
+
+    def with_buffers(self, sizes: Iterable[int]) -> "Outside":
+        """Return the same with more buffers, whose sizes are in bytes."""
+        state = self.state
+        for size in sizes:
+            state = state.with_change(size, Role.BUFFERS)
+        return replace(self, state=state)
 
 
 def outside_of(profile: RankProfile) -> Outside:

@@ -10,8 +10,8 @@ import numpy as np
 from meshtrain.compat.schedules import Instruction, Pass
 from meshtrain.planning.assembly.effects import Effect, Gathering, effects
 from meshtrain.planning.assembly.received import Kind, Received, kinds_received, kinds_told_apart
-from meshtrain.planning.simulation.profile import AHEAD, ROLES, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.simulation.profile import AHEAD, ROLES, SEND, ActionProfile, RankProfile
+from meshtrain.planning.simulation.recorder import Role, Work
 
 # The phases of a reduction after the last pass of a stage.
 REDUCTION = ("reduction", "after reduction")
@@ -49,8 +49,8 @@ def with_passes(
         like = short.like(Pass(it.phase, stages[it.stage], it.microbatch), number, effect)
         found[it] = short.actions_of(like, kinds, ends_stage=ends_stage[it.stage] == index)
     before = [_scaled(it, few.num_microbatches, number) for it in _with_ahead(short.before(at_first), few, number)]
-    between = {work: times * number // few.num_microbatches for work, times in few.between_stages.items()}
-    return RankProfile(tuple(before), found, few.behind, number, Counter(between))
+    between = _between_stages(few.between_stages, few_program, program)
+    return RankProfile(tuple(before), found, few.behind, number, between)
 
 
 class _ShortStep:
@@ -185,6 +185,23 @@ class _Likes:
         if from_end < self._number - self._middle:
             return self._number - from_end
         return min(microbatch, self._middle)
+
+
+def _between_stages(
+    few: Mapping[Work, int], few_program: Sequence[Instruction], program: Sequence[Instruction]
+) -> Counter[Work]:
+    """Return the messages between stages, of which there are in proportion as many."""
+    shown, wanted = (
+        Counter({do: sum(len(it.messages) for it in of_step if it.do == do) for do in ("send", "receive")})
+        for of_step in (few_program, program)
+    )
+    found = Counter[Work]()
+    for work, times in few.items():
+        do = "send" if work.name == SEND else "receive"
+        found[work], rest = divmod(times * wanted[do], shown[do])
+        if rest:
+            raise RuntimeError(f"{times} messages like {work} are not the same for each of {shown[do]} borders")
+    return found
 
 
 def _with_ahead(before: Sequence[ActionProfile], few: RankProfile, number: int) -> list[ActionProfile]:

@@ -15,6 +15,7 @@ from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import unfuse_adapters
 from meshtrain.models.fused import unfuse
+from meshtrain.parallel.account import Message
 from meshtrain.parallel.cut.borders import StageRoutes, Stages
 from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.experts.stacks import expert_parameters
@@ -30,6 +31,7 @@ from meshtrain.planning.simulation.models import (
     full_model,
     layer_kinds,
     layer_parameters,
+    messages_of,
     run_adapters,
 )
 from meshtrain.planning.simulation.run import SimulatedRun
@@ -82,11 +84,14 @@ class Outline:
         stages: of the pipeline.
         is_stream: whether a stage gets from others only what each layer passes on to the next.
         heads: of attention, if tp does not divide their numbers.
+        borders_are_alike: whether the same messages cross all borders of stages, in both
+            directions.
     """
 
     stages: tuple[StageOutline, ...]
     is_stream: bool
     heads: Heads | None
+    borders_are_alike: bool
 
 
 def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
@@ -140,7 +145,7 @@ def outline_of(run: SimulatedRun, *, all_layers: bool) -> Outline:
         for layers, few, shape, border in zip(stages, kept, shapes, borders, strict=True)
     )
     heads = uneven_heads(model.config, run.plan.mesh.tp)
-    return Outline(outlines, structure is not None and problem is None, heads)
+    return Outline(outlines, structure is not None and problem is None, heads, _are_alike(messages_of(few)))
 
 
 def with_layers(run: SimulatedRun, stages: Sequence[Sequence[int]]) -> SimulatedRun:
@@ -204,6 +209,14 @@ def _borders(few: SimulatedRun, *, leaves_out: bool) -> tuple[Structure | None, 
         if leaves_out:
             raise LayersNeededError(f"its passes are not known: {error}") from error
         raise
+
+
+def _are_alike(messages: Sequence[Message]) -> bool:
+    """Return whether the same messages cross all borders, in both directions."""
+    borders: dict[int, list[tuple[int, ...]]] = {}
+    for it in messages:
+        borders.setdefault(it.stage, []).append((it.num_bytes, *it.shape))
+    return all(it.has_gradient for it in messages) and len({*map(tuple, borders.values())}) == 1
 
 
 def _border(index: int, num_stages: int, structure: Structure | None, route: StageRoutes) -> tuple[Hashable, ...]:

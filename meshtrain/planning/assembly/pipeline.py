@@ -2,7 +2,7 @@
 
 from collections import ChainMap, Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from multiprocessing import current_process
 
@@ -16,7 +16,7 @@ from meshtrain.planning.assembly.microbatches import Ways, passes_of, ways_of, w
 from meshtrain.planning.assembly.outline import Outline, StageOutline, outline_of, with_layers
 from meshtrain.planning.assembly.processes import alike_processes
 from meshtrain.planning.assembly.shorter import ShortPipeline, programs_of, short_pipelines, stages_of_ranks
-from meshtrain.planning.assembly.task import Task
+from meshtrain.planning.assembly.task import StagesNeededError, Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.models import layer_kinds, messages_of
@@ -72,8 +72,9 @@ def simulate(run: SimulatedRun) -> Simulation:
     """Simulate the processes of a run.
 
     Those that hold the same stages, and the same part of them, are simulated once, with as few
-    microbatches as the schedule allows, and with a few layers of each kind. The steps of all
-    processes are put together from the passes of that simulation, in the order of their schedule.
+    microbatches as the schedule allows, and with a few stages and layers of each kind. The steps of
+    all processes are put together from the passes of that simulation, in the order of their
+    schedule.
     """
     try:
         return _simulate(run, outline_of(run, all_layers=False))
@@ -82,6 +83,13 @@ def simulate(run: SimulatedRun) -> Simulation:
 
 
 def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
+    try:
+        return _put_together(run, outline)
+    except StagesNeededError:
+        return _put_together(run, replace(outline, borders_are_alike=False))
+
+
+def _put_together(run: SimulatedRun, outline: Outline) -> Simulation:
     held, programs = stages_of_ranks(run), programs_of(run)
     chosen, likes, short = _shortest(run, outline, programs)
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
@@ -105,7 +113,7 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
 def _shortest(
     run: SimulatedRun, outline: Outline, programs: Sequence[Sequence[Instruction]]
 ) -> tuple[Sequence[int], Sequence[int], ShortPipeline]:
-    """Return how to simulate a run with the fewest microbatches.
+    """Return how to simulate a run with the fewest passes.
 
     Args:
         programs: of all pp ranks.
@@ -128,7 +136,7 @@ def _shortest(
     found += [(every, every, short) for short in short_pipelines(run, outline, every, every)]
     # With few microbatches, messages may not be told apart, and only the step itself shows them.
     itself = found[-1]
-    found.sort(key=lambda way: (way[2].num_microbatches, way[2].run.plan.mesh.pp))
+    found.sort(key=lambda way: (way[2].num_passes, way[2].run.plan.mesh.pp))
     wanted = [ways_of(program, gathering_of(run.plan)) for program in programs]
     return next((way for way in found if _shows_all(way[2], run, way[1], wanted)), itself)
 
@@ -188,10 +196,14 @@ def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, 
     """
     plan = short.run.plan
     width = plan.mesh.world_size // plan.mesh.pp
-    chosen = [(rank, group[0]) for rank, found in zip(short.ranks, groups, strict=True) for group in found]
-    tasks = [Task(rank * width + first, short.run, short.stages, short.held[rank]) for rank, first in chosen]
+    tasks = [
+        Task(rank * width + first, short.run, short.stages, short.held[rank], left_out)
+        for rank, left_out, found in zip(short.ranks, short.left_out, groups, strict=True)
+        for first, *_ in found
+    ]
     profiles = _simulate_all(tasks)
-    for (rank, _), profile in zip(chosen, profiles, strict=True):
+    for task, profile in zip(tasks, profiles, strict=True):
+        rank = task.rank // width
         wanted = passes_of(short.programs[rank])
         if [*profile.passes] != wanted:
             raise RuntimeError(f"torch runs {[*profile.passes]} on pp rank {rank}, and not {wanted}")
@@ -207,6 +219,6 @@ def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
     try:
         return on_all_cores(Task.simulate, tasks)
     except RankError as error:
-        if isinstance(error.original, UserError | LayersNeededError):
+        if isinstance(error.original, UserError | LayersNeededError | StagesNeededError):
             raise error.original from None
         raise error from None

@@ -1,4 +1,4 @@
-"""A pipeline with those pp ranks alone that differ from each other."""
+"""A pipeline with those pp ranks and stages alone that differ from each other."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, ins
 from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule import stage_owners
+from meshtrain.planning.assembly.effects import gathering_of
 from meshtrain.planning.assembly.outline import Outline, StageOutline
 from meshtrain.planning.simulation.run import SimulatedRun
 
@@ -25,11 +26,17 @@ class ShortPipeline:
         run: with its plan and its number of microbatches.
         stages: of the pipeline.
         ranks: for each chosen pp rank, the one that it is here.
+        places: for each chosen pp rank and each stage that it holds in the full run, the place of a
+            like one among those that it holds here.
+        left_out: for each chosen pp rank, the stages of the full run that it does not hold here,
+            each with the index of a like one that it does hold.
     """
 
     run: SimulatedRun
     stages: tuple[StageOutline, ...]
     ranks: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+    left_out: tuple[tuple[tuple[int, StageOutline], ...], ...]
 
     @property
     def held(self) -> list[tuple[int, ...]]:
@@ -43,13 +50,16 @@ class ShortPipeline:
             run: the full one.
             likes: for each pp rank, the index of the chosen one that does the same.
         """
-        pairs = zip(stages_of_ranks(run), likes, strict=True)
-        return [dict(zip(stages, self.held[self.ranks[like]], strict=True)) for stages, like in pairs]
+        held = self.held
+        return [
+            {stage: held[self.ranks[like]][place] for stage, place in zip(stages, self.places[like], strict=True)}
+            for stages, like in zip(stages_of_ranks(run), likes, strict=True)
+        ]
 
     @property
-    def num_microbatches(self) -> int:
-        """Return how many microbatches are simulated, on all chosen pp ranks together."""
-        return len(self.ranks) * num_microbatches(self.run.plan, self.run.batch)
+    def num_passes(self) -> int:
+        """Return how many microbatches go through stages in all simulations together."""
+        return sum(len(self.held[rank]) for rank in self.ranks) * num_microbatches(self.run.plan, self.run.batch)
 
     @property
     def programs(self) -> list[list[Instruction]]:
@@ -72,11 +82,14 @@ def short_pipelines(
     """
     # A pp rank that another one like it follows has more microbatches at once.
     for kept in (chosen, sorted({*chosen, *doubles})):
-        alone = _alone(run, outline, kept, chosen if kept is chosen else doubles)
-        if alone is not None:
-            fewest = _fewest_microbatches(alone.run)
-            yield from (_shortened(alone, run, number) for number in range(fewest, MOST * fewest + 1))
-    full = ShortPipeline(run, outline.stages, tuple(chosen))
+        simulated = chosen if kept is chosen else doubles
+        for places in _places(run, outline, simulated):
+            alone = _alone(run, outline, kept, simulated, places)
+            if alone is not None:
+                fewest = _fewest_microbatches(alone.run)
+                yield from (_shortened(alone, run, number) for number in range(fewest, MOST * fewest + 1))
+    every = tuple(range(run.plan.pipeline.stages_per_rank))
+    full = ShortPipeline(run, outline.stages, tuple(chosen), (every,) * len(chosen), ((),) * len(chosen))
     number = _fewest_microbatches(run)
     while (found := _shortened(full, run, number)).run.batch != run.batch:
         yield found
@@ -84,24 +97,73 @@ def short_pipelines(
     yield full
 
 
-def _alone(run: SimulatedRun, outline: Outline, kept: Sequence[int], simulated: Sequence[int]) -> ShortPipeline | None:
-    """Return a pipeline of some pp ranks alone, if they then do the same.
+def _places(run: SimulatedRun, outline: Outline, simulated: Sequence[int]) -> list[list[int]]:
+    """Return which of the stages of a process a pipeline may have, by their places: a few, or all.
+
+    Args:
+        run: the full one.
+        outline: of the run.
+        simulated: the pp ranks that are simulated.
+    """
+    every = list(range(run.plan.pipeline.stages_per_rank))
+    if not _may_leave_out_stages(run, outline):
+        return [every]
+    found = {every[0], every[-1]}
+    for stages in map(stages_of_ranks(run).__getitem__, simulated):
+        for place in every:
+            if all(outline.stages[stages[it]].kind != outline.stages[stages[place]].kind for it in found):
+                found.add(place)
+    return [sorted(found), every] if len(found) < len(every) else [every]
+
+
+def _may_leave_out_stages(run: SimulatedRun, outline: Outline) -> bool:
+    """Return whether a stage that is left out adds what its layers do, and nothing else."""
+    if gathering_of(run.plan).in_passes or run.optimizer.takes_whole_matrices:
+        return False
+    parameters = {it for stage in outline.stages for it in stage.parameters}
+    # Copies exchange large gradients one by one.
+    sends_each = run.plan.mesh.dp_replicate > 1 and not run.plan.mesh.is_sharded
+    return outline.borders_are_alike and len(parameters) == 1 and not sends_each
+
+
+def _alone(
+    run: SimulatedRun, outline: Outline, kept: Sequence[int], simulated: Sequence[int], places: Sequence[int]
+) -> ShortPipeline | None:
+    """Return a pipeline of some pp ranks and stages alone, if they then do the same.
 
     Args:
         kept: the pp ranks, ascending.
         simulated: those of them that are simulated.
+        places: of the stages of each process, ascending.
     """
     if run.teacher is not None:
         # It has as many stages.
         return None
-    held = stages_of_ranks(run)
-    here = sorted(stage for rank in kept for stage in held[rank])
+    full = stages_of_ranks(run)
+    held = [tuple(full[rank][place] for place in places) for rank in kept]
+    here = sorted(stage for of_rank in held for stage in of_rank)
     stages = tuple(outline.stages[stage] for stage in here)
     mesh = run.plan.mesh.model_copy(update={"pp": len(kept)})
-    short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh}))
-    alone = [tuple(here[stage] for stage in stages) for stages in stages_of_ranks(short)]
-    is_alike = outline.is_stream and alone == [held[rank] for rank in kept] and _keeps_patterns(run, stages)
-    return ShortPipeline(short, stages, tuple(map(kept.index, simulated))) if is_alike else None
+    pipeline = run.plan.pipeline.model_copy(update={"stages_per_rank": len(places)})
+    short = replace(run, plan=run.plan.model_copy(update={"mesh": mesh, "pipeline": pipeline}))
+    alone = [tuple(here[stage] for stage in of_rank) for of_rank in stages_of_ranks(short)]
+    if not (outline.is_stream and alone == held and _keeps_patterns(run, stages)):
+        return None
+    ranks = tuple(map(kept.index, simulated))
+    likes, left_out = [], []
+    for rank, here_held in zip(simulated, map(stages_of_ranks(short).__getitem__, ranks), strict=True):
+        own = [outline.stages[stage] for stage in full[rank]]
+        like = _likes(own, places)
+        likes.append(like)
+        left_out.append(tuple((here_held[like[it]], own[it]) for it in range(len(own)) if it not in places))
+    return ShortPipeline(short, stages, ranks, tuple(likes), tuple(left_out))
+
+
+def _likes(stages: Sequence[StageOutline], places: Sequence[int]) -> tuple[int, ...]:
+    """Return for each stage of a process which of those with some places is like it."""
+    kinds = [stages[place].kind for place in places]
+    own = {place: index for index, place in enumerate(places)}
+    return tuple(own[place] if place in own else kinds.index(it.kind) for place, it in enumerate(stages))
 
 
 def stages_of_ranks(run: SimulatedRun) -> list[tuple[int, ...]]:

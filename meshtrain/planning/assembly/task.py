@@ -12,6 +12,10 @@ from meshtrain.planning.simulation.rank import simulate_rank, simulate_with_one_
 from meshtrain.planning.simulation.run import SimulatedRun
 
 
+class StagesNeededError(Exception):
+    """Raised when a process cannot be simulated with fewer stages; the message says why."""
+
+
 @dataclass(frozen=True)
 class Task:
     """The simulation of one process.
@@ -21,12 +25,15 @@ class Task:
         run: whose plan is for these stages.
         stages: of the pipeline, which may be some of those of the model.
         held: indices of the stages of the process.
+        others: stages of the process that this pipeline does not have, each with the index of a
+            like one that is held.
     """
 
     rank: int
     run: SimulatedRun
     stages: tuple[StageOutline, ...]
     held: tuple[int, ...]
+    others: tuple[tuple[int, StageOutline], ...] = ()
 
     @property
     def num_layer_passes(self) -> int:
@@ -42,7 +49,7 @@ class Task:
         Raises:
             LayersNeededError: if it is not known what a single layer does.
         """
-        if not any(stage.left_out for stage in self.stages):
+        if not self.others and not any(stage.left_out for stage in self.stages):
             return simulate_rank(with_layers(self.run, [stage.layers for stage in self.stages]), self.rank)
         # The size of some memory grows with the number of layers, so it is rounded at the end.
         few, outside = self._with_outside()
@@ -58,7 +65,9 @@ class Task:
         return with_all_layers(few, outside_of(few), self._likes()).rounded(self.run.granularity)
 
     def _likes(self) -> dict[int, Sequence[int]]:
-        return {stage: self.stages[stage].likes for stage in self.held}
+        # Without a layer left out, each one is simulated itself.
+        held = {it: self.stages[it] for it in self.held}
+        return {it: stage.likes if stage.left_out else range(len(stage.layers)) for it, stage in held.items()}
 
     def _with_outside(self) -> tuple[RankProfile, Outside]:
         """Return a step with a few layers, and what one with all layers does outside the passes."""
@@ -66,24 +75,34 @@ class Task:
         if not left_out:
             profile = simulate_rank(few, self.rank)
             return profile, outside_of(profile)
-        kinds = {self.stages[stage].parameters_of(layer) for stage, layer in left_out}
+        kinds = {stage.parameters_of(layer) for _, stage, layer in left_out}
         # Matrices that are updated as a whole are divided among processes, and not each layer.
         if len(kinds) > 1 or self.run.optimizer.takes_whole_matrices:
             return simulate_rank(few, self.rank), self._with_all_parameters()
-        stage, layer = left_out[0]
-        profile, less = simulate_with_one_less(few, self.rank, stage, self.stages[stage].like(layer))
+        like, stage, layer = left_out[0]
+        found = simulate_with_one_less(few, self.rank, like, stage.like(layer))
         try:
-            return profile, outside_of(less).with_more_layers(outside_of(profile), len(left_out) + 1)
+            outside = outside_of(found.less).with_more_layers(outside_of(found.full), len(left_out) + 1)
         except UnevenGrowthError:
-            return profile, self._with_all_parameters()
+            return found.full, self._with_all_parameters()
+        buffers = [size for like, _ in self.others for size in found.buffers_outside_layers[like]]
+        return found.full, outside.with_buffers(buffers)
 
     def _with_all_parameters(self) -> Outside:
-        """Return the same from a step with all layers, but without passes."""
+        """Return the same from a step with all layers, but without passes.
+
+        Raises:
+            StagesNeededError: if this pipeline does not have all stages of the process.
+        """
+        if self.others:
+            raise StagesNeededError("it is not clear what a layer adds outside the passes")
         run = self._with({stage: self.stages[stage].layers for stage in self.held})
         return outside_of(simulate_without_passes(run, self.rank))
 
-    def _left_out(self) -> list[tuple[int, int]]:
-        return [(stage, layer) for stage in self.held for layer in self.stages[stage].left_out]
+    def _left_out(self) -> list[tuple[int, StageOutline, int]]:
+        """Return the layers that are left out: a stage that is held, one like it, and its layer."""
+        held = [(it, self.stages[it], layer) for it in self.held for layer in self.stages[it].left_out]
+        return held + [(like, stage, layer) for like, stage in self.others for layer in stage.layers]
 
     def _with(self, layers: dict[int, Sequence[int]]) -> SimulatedRun:
         """Return the run with a few layers, or with those that are given for a stage."""

@@ -27,7 +27,7 @@ def leave_out_layer(pipeline: Pipeline, stage: int, layer: int) -> None:
     holder = next(it for it in pipeline.stages if it.index == stage)
     index = holder.first_layer + layer
     # What sums gradients has lists of its own of the parameters that train.
-    holder.layers[index].requires_grad_(False)
+    holder.layers[index].requires_grad_(requires_grad=False)
     pipeline.expert_use.forget(holder.layers[index])
     holder.layers[index] = nn.Identity()
 

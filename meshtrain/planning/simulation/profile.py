@@ -17,7 +17,8 @@ FORWARD = ("forward", "after forward")
 # The phase of a pass of the teacher before the passes of the model. It belongs to no stage of that.
 AHEAD = "teacher forward"
 # The messages between stages. A schedule sends them while it computes any other microbatch.
-BETWEEN_STAGES = ("send", "recv_")
+SEND = "send"
+BETWEEN_STAGES = (SEND, "recv_")
 
 
 @dataclass(frozen=True)

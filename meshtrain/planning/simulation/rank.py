@@ -20,6 +20,7 @@ from meshtrain.compat.fake import (
     propagation_marked,
     resizes_seen,
     rows_joined,
+    storage_key,
     tensors_of,
     votes_skipped,
 )
@@ -169,8 +170,24 @@ def simulate_without_passes(run: SimulatedRun, rank: int) -> RankProfile:
         return process.profile(without_passes(process.pipeline))
 
 
-def simulate_with_one_less(run: SimulatedRun, rank: int, stage: int, layer: int) -> tuple[RankProfile, RankProfile]:
-    """Return what one process does in a step, and without one of its layers, but without passes.
+@dataclass(frozen=True)
+class WithOneLess:
+    """What one process does in a step, and what the same without one of its layers does.
+
+    Attributes:
+        full: a step with all layers.
+        less: a step without one of them, and without passes.
+        buffers_outside_layers: stage -> bytes of each of its buffers outside of its layers, if the
+            process holds several.
+    """
+
+    full: RankProfile
+    less: RankProfile
+    buffers_outside_layers: dict[int, list[int]]
+
+
+def simulate_with_one_less(run: SimulatedRun, rank: int, stage: int, layer: int) -> WithOneLess:
+    """Return what one process does in a step, and without one of its layers.
 
     Args:
         run: of which it is a part.
@@ -183,8 +200,16 @@ def simulate_with_one_less(run: SimulatedRun, rank: int, stage: int, layer: int)
     """
     with _built_process(run, rank) as process:
         full = process.profile(process.pipeline)
+        buffers = {it.index: _buffers_outside_layers(it) for it in process.pipeline.stages}
         leave_out_layer(process.pipeline, stage, layer)
-        return full, process.profile(without_passes(process.pipeline))
+        return WithOneLess(full, process.profile(without_passes(process.pipeline)), buffers)
+
+
+def _buffers_outside_layers(stage: Stage) -> list[int]:
+    """Return the bytes of each buffer of a stage outside of its layers."""
+    inside = {id(buffer) for layer in stage.own_layers() for buffer in layer.buffers()}
+    storages = (it.untyped_storage() for it in stage.model.buffers() if id(it) not in inside)
+    return [storage.nbytes() for storage in {storage_key(it): it for it in storages}.values()]
 
 
 def record_rank(run: SimulatedRun, rank: int, kind: type[AnyRecorder]) -> AnyRecorder:
@@ -242,7 +267,7 @@ class _Process:
     quick: QuickFakeTensors
 
     def profile(self, pipeline: Pipeline) -> RankProfile:
-        """Return what the process does in a step with a pipeline, which is its own or a changed one."""
+        """Return what the process does in a step with its pipeline, or with a changed one."""
         return profile_of(self.record(pipeline, Recorder), num_microbatches(self.run.plan, self.run.batch))
 
     def record(self, pipeline: Pipeline, kind: type[AnyRecorder]) -> AnyRecorder:
