@@ -17,6 +17,7 @@ from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError
 from meshtrain.planning.assembly.layers import fewest_layers, likes
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.pipeline import simulate
+from meshtrain.planning.assembly.shorter import short_pipelines
 from meshtrain.planning.memory import memory_use
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
@@ -78,6 +79,13 @@ def compare(run: SimulatedRun) -> list[int]:
         return []
 
 
+def compare_stages(run: SimulatedRun) -> list[int]:
+    """Compare the steps of all pp ranks, and return how many stages of each are simulated."""
+    compare(run)
+    outline, every = outline_of(run, all_layers=False), range(run.plan.mesh.pp)
+    return sorted({len(short.held[0]) for short in short_pipelines(run, outline, every, every)})
+
+
 def places_of(profile: RankProfile) -> list[tuple[object, ...]]:
     return [(action.phase, action.stage, action.microbatch, action.place) for action in profile.actions]
 
@@ -106,6 +114,41 @@ def test_layers_of_all_models_do_the_same_as_others(plan: str) -> None:
         # Some schedules compute the gradients of all weights of a stage in one pass.
         is_short = plan == "pp, ZBV" or (plan == "fsdp, kept, every second" and model_type != "gemma3_text")
         assert (sum(left_out) > 0) != is_short, (model_type, left_out)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "one layer each, fsdp": {"mesh": {"dp_shard": 2}, "precision": {"compute": "bfloat16"}},
+    "uneven, recomputed": {"mesh": {"dp_shard": 1}, "recompute": FULL},
+    "six layers each, fsdp x copies": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
+    "six layers each, tp": {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
+    "six layers each, LoopedBFS": {"mesh": {"dp_shard": 1}, "pipeline": {"schedule": "LoopedBFS"}},
+    "one layer each, split": {"mesh": {"dp_shard": 1}, "pipeline": {"schedule": "InterleavedZeroBubble"}},
+}
+NUMBERS = {"one layer each": 8, "uneven": 21, "six layers each": 48}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plan", STAGES)
+def test_stages_that_are_left_out_do_the_same_as_others(plan: str) -> None:
+    settings, (words, *_) = STAGES[plan], plan.split(",")
+    layers = "even" if NUMBERS[words] % 8 == 0 else [2, 2, 3, 3, 3, 3, 2, 3]
+    pipeline = {"schedule": "Interleaved1F1B", "stages_per_rank": 4, "layers_per_stage": layers}
+    settings = {**settings, "mesh": {"pp": 2, **settings["mesh"]}, "pipeline": pipeline | settings.get("pipeline", {})}
+    values = {**DEEP_MODELS["llama"], "num_hidden_layers": NUMBERS[words]}
+    run = make_run("llama", settings, microbatches=6, values=values)
+    (numbers,) = run_on_ranks(1, compare_stages, run, joins=False, timeout=600)
+    assert numbers == ([3, 4] if words == "uneven" else [2, 4])
+
+
+def test_stages_that_free_what_they_gather_are_all_simulated() -> None:
+    settings = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 4},
+        "shard": {"reshard_after_forward": "always"},
+    }
+    run = make_run("llama", settings, microbatches=6, values={**DEEP_MODELS["llama"], "num_hidden_layers": 8})
+    outline = outline_of(run, all_layers=False)
+    assert {len(short.held[0]) for short in short_pipelines(run, outline, [0, 1], [0, 1])} == {4}
 
 
 @pytest.mark.timeout(3000)

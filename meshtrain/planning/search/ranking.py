@@ -21,8 +21,10 @@ from meshtrain.planning.search.wanted import Wanted
 from meshtrain.planning.speed.step_time import StepTime
 from meshtrain.training.resolve import resolve_run
 
-# Candidates that are simulated, and of these with one mesh or a separate backward pass.
-SIMULATED, FEW, MOST_SPLIT = 20, 4, 4
+# Candidates that are simulated, and of these with one mesh, and with schedules that take long.
+SIMULATED, FEW, MOST_SPLIT, MOST_STAGES = 20, 4, 4, 3
+# Stages of a process from which its schedule takes long.
+MANY_STAGES = 3
 # Those that are simulated before the usual plans, and those that are if nothing fits.
 FIRST, SMALLEST = 6, 4
 # An estimate of memory may be this far off, and the candidate is still simulated.
@@ -86,7 +88,8 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], on_host: int, deadline: 
     best = promising(estimates, limit)
     usual = usual_plans(estimates, limit, on_host)
     likely = quickest_first(best[:FIRST], estimates)
-    others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *best[FIRST:]]
+    rest = quickest_first(best[FIRST:], estimates)
+    others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *rest]
     chosen = [it for it in dict.fromkeys([*likely, *others]) if it in estimates]
     simulated, refused = simulate_all(wanted, chosen, deadline)
     if not any(it.fits for it in simulated):
@@ -134,8 +137,9 @@ def _candidates(wanted: Wanted, pinned: Collection[str], on_host: int) -> list[C
 def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> list[Candidate]:
     """Return the fastest candidates that should fit, and then those that may fit.
 
-    There are not too many of one mesh, nor of schedules with separate weight gradients: all layers
-    of their stages are simulated, which takes long. These come last.
+    There are not too many of one mesh, nor of schedules that take long to simulate: those with
+    separate weight gradients, where all layers of a stage are simulated, and those with many stages
+    on a process. These come last.
     """
 
     def should_fit(candidate: Candidate) -> bool:
@@ -156,12 +160,14 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
 
 def _few_of_each(found: Iterable[Candidate]) -> Iterator[Candidate]:
     meshes: Counter[tuple[int, ...]] = Counter()
-    num_split = 0
+    num_split = num_many = 0
     for candidate in found:
-        is_split = _splits_backward(candidate)
-        if meshes[candidate.mesh] < FEW and not (is_split and num_split == MOST_SPLIT):
+        is_split, has_many = _splits_backward(candidate), candidate.stages_per_rank >= MANY_STAGES
+        is_one_more = (is_split and num_split == MOST_SPLIT) or (has_many and num_many == MOST_STAGES)
+        if meshes[candidate.mesh] < FEW and not is_one_more:
             meshes[candidate.mesh] += 1
             num_split += is_split
+            num_many += has_many
             yield candidate
 
 
@@ -172,10 +178,15 @@ def _splits_backward(candidate: Candidate) -> bool:
 def quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate]) -> list[Candidate]:
     """Return candidates by seconds; of those about as fast, what is quick to simulate comes first.
 
-    With fewer stages on a process, a simulation takes less.
+    Those with separate weight gradients stay behind.
     """
-    slow = min((estimates[it].seconds for it in best), default=0.0) * ALIKE
-    return sorted(best, key=lambda it: (estimates[it].seconds > slow, it.stages_per_rank, estimates[it].seconds))
+    fastest = min((estimates[it].seconds for it in best), default=0.0)
+
+    def key(it: Candidate) -> tuple[float, ...]:
+        seconds = estimates[it].seconds
+        return _splits_backward(it), int(math.log(seconds / fastest, ALIKE)), _cost(it), seconds
+
+    return sorted(best, key=key)
 
 
 def simulate_all(
@@ -203,8 +214,8 @@ def _cost(candidate: Candidate) -> float:
     """Return about how long a simulation takes, relative to others."""
     if candidate.pp == 1:
         return 0.5
-    # All layers of stages are simulated then.
-    return candidate.stages_per_rank * (2.0 if _splits_backward(candidate) else 1.0)
+    # Of several stages like each other two are simulated, and all layers of those that split.
+    return min(candidate.stages_per_rank, 2) * (1.6 if _splits_backward(candidate) else 1.0)
 
 
 def _simulated(candidate: Candidate, wanted: Wanted) -> Found | tuple[Candidate, UserError]:
