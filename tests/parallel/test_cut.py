@@ -663,6 +663,19 @@ def test_parameters_of_a_stub_are_zeros_of_their_shape() -> None:
     assert stub.weight.untyped_storage().nbytes() == 2
 
 
+def test_results_of_stubs_are_zeros_after_a_model_has_written_into_one() -> None:
+    trace = probe_structure(build_meta_model(tiny_config("llama"), dtype=torch.float32)).trace
+    channel = Channel(trace=trace, device=torch.device("cpu"))
+    number = next(index for index, call in enumerate(trace.calls) if isinstance(call.result, Tensor))
+    first, second = (channel.blank_result(number, ()) for _ in range(2))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    with torch.inference_mode():
+        first.fill_(1.0)
+    third = channel.blank_result(number, ())
+    assert not third.any()
+    assert not third.is_inference()
+
+
 class DrawsOnTheCpu(Toy):
     """Draws a number for every layer, as a class with layer drop does."""
 

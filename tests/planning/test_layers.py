@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config, shrink
@@ -125,6 +126,22 @@ STAGES: dict[str, dict[str, Any]] = {
     "one layer each, split": {"mesh": {"dp_shard": 1}, "pipeline": {"schedule": "InterleavedZeroBubble"}},
 }
 NUMBERS = {"one layer each": 8, "uneven": 21, "six layers each": 48}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"optimizer": OptimizerConfig(name="lion")}),
+        ("llama", {"lora": LoraConfig(rank=4)}),
+        ("gemma3_text", {}),
+        ("qwen3_moe", {}),
+    ],
+)
+def test_what_all_stages_hold_is_known_from_a_few(model_type: str, changes: dict[str, Any]) -> None:
+    plan = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 4}}
+    run = run_of(shrink(default_config(model_type), 24), plan, microbatches=6)
+    run_on_ranks(1, compare, replace(run, **changes), joins=False, timeout=600)
 
 
 @pytest.mark.timeout(600)

@@ -185,8 +185,10 @@ def estimates_of(seconds: dict[Candidate, float], peak_bytes: float = 1.0) -> di
 def test_plans_that_are_about_as_fast_are_ordered_by_the_time_of_a_simulation() -> None:
     slow, quick, late = CASES[5], CASES[4], CASES[0]
     estimates = estimates_of({slow: 1.0, quick: 1.02, late: 1.5})
-    assert quickest_first([slow, quick, late], estimates) == [quick, slow, late]
-    assert quickest_first([], {}) == []
+    assert quickest_first([slow, quick, late], estimates, 3.0) == [quick, slow, late]
+    assert quickest_first([], {}, 1.0) == []
+    # What may not fit comes behind the others.
+    assert quickest_first([slow, quick, late], {**estimates, quick: Estimate(0.5, lambda: 3.1)}, 3.0)[-1] == quick
 
 
 def test_offloading_is_tried_only_where_a_plan_does_not_fit_without() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshtrain.compat.autograd import is_view, memory_of
+from meshtrain.compat.autograd import is_view, memory_of, times_changed
 from meshtrain.compat.nn import mix_in, parameter_table
 from meshtrain.parallel.cut.borders import Place, StageRoutes
 from meshtrain.parallel.cut.nest import map_nest, tensors_with_paths, with_tensor
@@ -128,7 +128,8 @@ class Channel:
         if not like.shape or memory_of(like) in self.trace.overwritten:
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         key = like.dtype, self.device
-        if key not in self.zeros:
+        # The trace shows where the model writes in training, and an evaluation may write elsewhere.
+        if key not in self.zeros or times_changed(self.zeros[key]):
             # A tensor of inference mode could not be used in training.
             with torch.inference_mode(mode=False):
                 self.zeros[key] = torch.zeros((), dtype=like.dtype, device=self.device)

@@ -200,7 +200,7 @@ def _between_stages(
         do = "send" if work.name == SEND else "receive"
         found[work], rest = divmod(times * wanted[do], shown[do])
         if rest:
-            raise RuntimeError(f"{times} messages like {work} are not the same for each of {shown[do]} borders")
+            raise RuntimeError(f"{times} x {work} do not belong to {shown[do]} instructions to {do} in equal parts")
     return found
 
 

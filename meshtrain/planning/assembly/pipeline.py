@@ -2,7 +2,7 @@
 
 from collections import ChainMap, Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing import current_process
 
@@ -16,7 +16,7 @@ from meshtrain.planning.assembly.microbatches import Ways, passes_of, ways_of, w
 from meshtrain.planning.assembly.outline import Outline, StageOutline, outline_of, with_layers
 from meshtrain.planning.assembly.processes import alike_processes
 from meshtrain.planning.assembly.shorter import ShortPipeline, programs_of, short_pipelines, stages_of_ranks
-from meshtrain.planning.assembly.task import StagesNeededError, Task
+from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError
 from meshtrain.planning.simulation.models import layer_kinds, messages_of
@@ -83,19 +83,16 @@ def simulate(run: SimulatedRun) -> Simulation:
 
 
 def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
-    try:
-        return _put_together(run, outline)
-    except StagesNeededError:
-        return _put_together(run, replace(outline, borders_are_alike=False))
-
-
-def _put_together(run: SimulatedRun, outline: Outline) -> Simulation:
     held, programs = stages_of_ranks(run), programs_of(run)
     chosen, likes, short = _shortest(run, outline, programs)
     groups = [_groups(run, outline, held[rank]) for rank in chosen]
-    simulated = _simulate_groups(short, groups)
-    firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     width, number = run.plan.mesh.world_size // run.plan.mesh.pp, num_microbatches(run.plan, run.batch)
+    whole = [
+        [Task(rank * width + first, run, outline.stages, held[rank]) for first, *_ in found]
+        for rank, found in zip(chosen, groups, strict=True)
+    ]
+    simulated = _simulate_groups(short, whole)
+    firsts = accumulate((len(stage.layers) for stage in outline.stages[:-1]), initial=0)
     pp_ranks = []
     same = short.like(run, likes)
     few_programs = [short.programs[rank] for rank in short.ranks]
@@ -187,19 +184,19 @@ def _groups(run: SimulatedRun, outline: Outline, held: Sequence[int]) -> list[tu
     return alike_processes(run.plan.mesh, shapes, outline.heads)
 
 
-def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, ...]]]) -> list[list[RankProfile]]:
+def _simulate_groups(short: ShortPipeline, whole: Sequence[Sequence[Task]]) -> list[list[RankProfile]]:
     """Simulate one process of each group.
 
     Args:
         short: the pipeline in which they are simulated.
-        groups: of each of its chosen pp ranks.
+        whole: for each of its chosen pp ranks, these processes in the full pipeline.
     """
     plan = short.run.plan
     width = plan.mesh.world_size // plan.mesh.pp
     tasks = [
-        Task(rank * width + first, short.run, short.stages, short.held[rank], left_out)
-        for rank, left_out, found in zip(short.ranks, short.left_out, groups, strict=True)
-        for first, *_ in found
+        Task(rank * width + task.rank % width, short.run, short.stages, short.held[rank], left_out, task)
+        for rank, left_out, of_rank in zip(short.ranks, short.left_out, whole, strict=True)
+        for task in of_rank
     ]
     profiles = _simulate_all(tasks)
     for task, profile in zip(tasks, profiles, strict=True):
@@ -208,7 +205,7 @@ def _simulate_groups(short: ShortPipeline, groups: Sequence[Sequence[tuple[int, 
         if [*profile.passes] != wanted:
             raise RuntimeError(f"torch runs {[*profile.passes]} on pp rank {rank}, and not {wanted}")
     found = iter(profiles)
-    return [[next(found) for _ in of_rank] for of_rank in groups]
+    return [[next(found) for _ in of_rank] for of_rank in whole]
 
 
 def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
@@ -219,6 +216,6 @@ def _simulate_all(tasks: Sequence[Task]) -> list[RankProfile]:
     try:
         return on_all_cores(Task.simulate, tasks)
     except RankError as error:
-        if isinstance(error.original, UserError | LayersNeededError | StagesNeededError):
+        if isinstance(error.original, UserError | LayersNeededError):
             raise error.original from None
         raise error from None

@@ -12,10 +12,6 @@ from meshtrain.planning.simulation.rank import simulate_rank, simulate_with_one_
 from meshtrain.planning.simulation.run import SimulatedRun
 
 
-class StagesNeededError(Exception):
-    """Raised when a process cannot be simulated with fewer stages; the message says why."""
-
-
 @dataclass(frozen=True)
 class Task:
     """The simulation of one process.
@@ -27,6 +23,7 @@ class Task:
         held: indices of the stages of the process.
         others: stages of the process that this pipeline does not have, each with the index of a
             like one that is held.
+        whole: the same process in the full pipeline; None if it is in that.
     """
 
     rank: int
@@ -34,6 +31,7 @@ class Task:
     stages: tuple[StageOutline, ...]
     held: tuple[int, ...]
     others: tuple[tuple[int, StageOutline], ...] = ()
+    whole: "Task | None" = None
 
     @property
     def num_layer_passes(self) -> int:
@@ -89,13 +87,10 @@ class Task:
         return found.full, outside.with_buffers(buffers)
 
     def _with_all_parameters(self) -> Outside:
-        """Return the same from a step with all layers, but without passes.
-
-        Raises:
-            StagesNeededError: if this pipeline does not have all stages of the process.
-        """
+        """Return the same from a step with all layers, but without passes."""
         if self.others:
-            raise StagesNeededError("it is not clear what a layer adds outside the passes")
+            assert self.whole is not None, "nobody knows the stages that are left out"
+            return self.whole._with_all_parameters()
         run = self._with({stage: self.stages[stage].layers for stage in self.held})
         return outside_of(simulate_without_passes(run, self.rank))
 

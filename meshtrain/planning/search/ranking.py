@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError, UserError
@@ -29,7 +29,7 @@ MANY_STAGES = 3
 FIRST, SMALLEST = 6, 4
 # An estimate of memory may be this far off, and the candidate is still simulated.
 MARGIN = 1.15
-# Estimates of seconds that differ by less do not tell which plan is faster.
+# Estimates of seconds hardly tell which plan is faster within a step of this factor.
 ALIKE = 1.03
 
 
@@ -87,8 +87,8 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], on_host: int, deadline: 
     estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
     best = promising(estimates, limit)
     usual = usual_plans(estimates, limit, on_host)
-    likely = quickest_first(best[:FIRST], estimates)
-    rest = quickest_first(best[FIRST:], estimates)
+    likely = quickest_first(best[:FIRST], estimates, limit)
+    rest = quickest_first(best[FIRST:], estimates, limit)
     others = [*(variants(likely[0]).values() if likely else ()), *usual.values(), *rest]
     chosen = [it for it in dict.fromkeys([*likely, *others]) if it in estimates]
     simulated, refused = simulate_all(wanted, chosen, deadline)
@@ -151,10 +151,8 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
 
     fastest = sorted(estimates, key=lambda it: estimates[it].seconds)
     fitting = (it for it in fastest if should_fit(it) and is_useful(it))
-    chosen = list(islice(_few_of_each(fitting), SIMULATED))
-    if len(chosen) < SIMULATED:
-        near = (it for it in fastest if limit_bytes < estimates[it].peak_bytes <= limit_bytes * MARGIN)
-        chosen += islice(_few_of_each(filter(is_useful, near)), SIMULATED - len(chosen))
+    near = (it for it in fastest if limit_bytes < estimates[it].peak_bytes <= limit_bytes * MARGIN)
+    chosen = islice(_few_of_each(chain(fitting, filter(is_useful, near))), SIMULATED)
     return sorted(chosen, key=_splits_backward)
 
 
@@ -175,16 +173,19 @@ def _splits_backward(candidate: Candidate) -> bool:
     return candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
 
 
-def quickest_first(best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate]) -> list[Candidate]:
+def quickest_first(
+    best: Sequence[Candidate], estimates: Mapping[Candidate, Estimate], limit_bytes: float
+) -> list[Candidate]:
     """Return candidates by seconds; of those about as fast, what is quick to simulate comes first.
 
-    Those with separate weight gradients stay behind.
+    Behind them are those that may not fit, and then those with separate weight gradients.
     """
     fastest = min((estimates[it].seconds for it in best), default=0.0)
 
     def key(it: Candidate) -> tuple[float, ...]:
         seconds = estimates[it].seconds
-        return _splits_backward(it), int(math.log(seconds / fastest, ALIKE)), _cost(it), seconds
+        may_not_fit = estimates[it].peak_bytes > limit_bytes
+        return _splits_backward(it), may_not_fit, int(math.log(seconds / fastest, ALIKE)), _cost(it), seconds
 
     return sorted(best, key=key)
 

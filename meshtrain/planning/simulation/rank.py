@@ -177,8 +177,7 @@ class WithOneLess:
     Attributes:
         full: a step with all layers.
         less: a step without one of them, and without passes.
-        buffers_outside_layers: stage -> bytes of each of its buffers outside of its layers, if the
-            process holds several.
+        buffers_outside_layers: stage -> bytes of each of its buffers outside of its layers.
     """
 
     full: RankProfile
