@@ -25,5 +25,5 @@ export NO_MKDOCS_2_WARNING=1
 # With --quiet, warnings would not be counted.
 step python -m mkdocs build --strict
 # Half of the tests use one core, so several files run at a time. The tests of a file stay together,
-# because they share what is slow to set up.
-step pytest --numprocesses "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile "$@"
+# because they share what is slow to set up. Files begin in the order of tests/conftest.py.
+step pytest --numprocesses "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile --no-loadscope-reorder "$@"

@@ -15,6 +15,19 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # With tiny tensors on a busy machine, threads would wait for each other forty times longer than
 # they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The files that take longest, which begin first, so that no core waits for the last of them.
+BEGIN = (
+    "tests/planning/test_simulation.py",
+    "tests/host_cuda/",
+    "tests/runtime/test_guard.py",
+    "tests/docs/test_recipes.py",
+    "tests/training/test_lora",
+    "tests/training/test_optimizers.py",
+    "tests/parallel/test_tensor_rules.py",
+    "tests/test_bad_input.py",
+    "tests/test_processes.py",
+    "tests/verify/",
+)
 # A shell starts background processes with ctrl-C ignored, and child processes inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,16 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the full suite runs, unless arguments name tests, files or folders."""
+    """Leave out what only the full suite runs, and order the files.
+
+    Nothing changes if arguments name tests, files or folders.
+    """
     if config.args != config.getini("testpaths"):
         return
     full_only = read_full_only()
     if unknown := sorted(full_only - {item.nodeid for item in items}):
         raise pytest.UsageError(f"{FULL_ONLY} lists tests that do not exist: {', '.join(unknown)}; correct their names")
-    if config.getoption("--all"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in full_only])
-    items[:] = [item for item in items if item.nodeid not in full_only]
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in full_only])
+        items[:] = [item for item in items if item.nodeid not in full_only]
+    items.sort(key=lambda item: [not item.nodeid.startswith(begin) for begin in BEGIN])
 
 
 @pytest.hookimpl(wrapper=True)
