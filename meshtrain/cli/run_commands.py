@@ -320,7 +320,7 @@ def search(
     top: Annotated[int, typer.Option(min=1, help="Number of plans to show.")] = 10,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="When simulations should end; by default 24 s, and 105 s for more than 64 GPUs."),
+        typer.Option(min=1, help="When simulations should end; by default 23 s, and 105 s for more than 64 GPUs."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plan file to write.")] = Path("found-plan.toml"),
 ) -> None:

@@ -19,7 +19,7 @@ from meshtrain.planning.search.reasons import estimated_reason, reason
 from meshtrain.planning.search.wanted import Wanted, wanted_run
 
 # Seconds from the start to the end of simulations, for few processes and for many.
-SECONDS, MANY_SECONDS, FEW_PROCESSES = 24.0, 105.0, 64
+SECONDS, MANY_SECONDS, FEW_PROCESSES = 23.0, 105.0, 64
 
 
 def search(
