@@ -231,12 +231,7 @@ def _built_process(run: SimulatedRun, rank: int) -> Iterator["_Process"]:
     """Be one process of a run while the block runs, with its models over fake tensors."""
     try:
         with fake_process_group(rank, run.plan.mesh.world_size):
-            fake = fake_tensors()
-            quick = QuickFakeTensors(fake)
-            pipeline, teacher = build_models(run, CPU, quick)
-            # The groups are made before tensors are fake, because torch looks for this process in a
-            # tensor.
-            yield _Process(run, pipeline, teacher, group_axes(pipeline), fake, quick)
+            yield _Process(run, *build_models(run, CPU, QuickFakeTensors(fake_tensors())))
     except NEEDS_VALUES as error:
         raise NotSimulated(
             f"the step of a {run.hf_config.model_type} cannot be simulated: {error.func} needs values, which are not "
@@ -253,17 +248,11 @@ class _Process:
         run: of which it is a part.
         pipeline: of the model that trains.
         teacher: if the run has one.
-        axes: name of a process group -> axis of the mesh.
-        fake: the mode of fake tensors.
-        quick: the same mode, which knows many operators already.
     """
 
     run: SimulatedRun
     pipeline: Pipeline
     teacher: BuiltTeacher | None
-    axes: dict[str, str]
-    fake: AbstractContextManager[Any]
-    quick: QuickFakeTensors
 
     def profile(self, pipeline: Pipeline) -> RankProfile:
         """Return what the process does in a step with its pipeline, or with a changed one."""
@@ -277,14 +266,17 @@ class _Process:
             kind: class of the recorder.
         """
         run, teacher = self.run, self.teacher
+        # The groups are made before tensors are fake, because torch looks for this process in a
+        # tensor.
+        axes = group_axes(pipeline)
         with ExitStack() as stack:
-            with self.quick:
+            with QuickFakeTensors(fake_tensors()):
                 optimizer = FakeOptimizer(pipeline, run.optimizer)
                 optimizer.make_states()
                 average = build_average(pipeline, run.ema)
                 batch = _batch(run)
-            stack.enter_context(self.fake)
-            recorder = kind(self.axes, answers=True, granularity=run.granularity)
+            stack.enter_context(fake_tensors())
+            recorder = kind(axes, answers=True, granularity=run.granularity)
             watch = Watch(recorder, pipeline)
             recorder.hold(optimizer.states(), Role.OPTIMIZER)
             recorder.hold([] if average is None else average.tensors(), Role.OPTIMIZER)
