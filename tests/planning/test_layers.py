@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshtrain.compat.schedules import FORWARD, Border, Instruction
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.models.build import build_meta_model
@@ -16,6 +17,7 @@ from meshtrain.parallel.cut.probe import probe_structure
 from meshtrain.planning.assembly.expansion import with_all_layers
 from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError
 from meshtrain.planning.assembly.layers import fewest_layers, likes
+from meshtrain.planning.assembly.microbatches import _between_stages
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.assembly.shorter import short_pipelines
@@ -23,6 +25,7 @@ from meshtrain.planning.memory import memory_use
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
+from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
 from tests.planning.cases import DEEP_MODELS, make_run, run_of
@@ -120,6 +123,7 @@ def test_layers_of_all_models_do_the_same_as_others(plan: str) -> None:
 STAGES: dict[str, dict[str, Any]] = {
     "one layer each, fsdp": {"mesh": {"dp_shard": 2}, "precision": {"compute": "bfloat16"}},
     "uneven, recomputed": {"mesh": {"dp_shard": 1}, "recompute": FULL},
+    "one layer each, copies": {"mesh": {"dp_replicate": 2, "dp_shard": 1}},
     "six layers each, fsdp x copies": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
     "six layers each, tp": {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": True}},
     "six layers each, LoopedBFS": {"mesh": {"dp_shard": 1}, "pipeline": {"schedule": "LoopedBFS"}},
@@ -133,15 +137,19 @@ NUMBERS = {"one layer each": 8, "uneven": 21, "six layers each": 48}
     ("model_type", "changes"),
     [
         ("llama", {"optimizer": OptimizerConfig(name="lion")}),
+        ("llama", {"optimizer": OptimizerConfig(name="muon")}),
         ("llama", {"lora": LoraConfig(rank=4)}),
         ("gemma3_text", {}),
         ("qwen3_moe", {}),
+        ("deepseek_v3", {}),
     ],
+    ids=["lion", "muon", "lora", "gemma3", "qwen3_moe", "deepseek_v3"],
 )
 def test_what_all_stages_hold_is_known_from_a_few(model_type: str, changes: dict[str, Any]) -> None:
     plan = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 4}}
     run = run_of(shrink(default_config(model_type), 24), plan, microbatches=6)
-    run_on_ranks(1, compare, replace(run, **changes), joins=False, timeout=600)
+    (numbers,) = run_on_ranks(1, compare_stages, replace(run, **changes), joins=False, timeout=600)
+    assert min(numbers) < 4
 
 
 @pytest.mark.timeout(600)
@@ -260,6 +268,25 @@ def test_growth_that_is_not_clear_is_refused(changes: tuple[int, ...]) -> None:
     few, more = (Outside(action(1), (action(*it),)) for it in ((8, -8), changes))
     with pytest.raises(UnevenGrowthError):
         few.with_more_layers(more, 3)
+
+
+def test_stage_that_reduces_nothing_needs_no_layers_to_be_known() -> None:
+    forward = (action(1, place=0, phase="forward"), action(2, place=1, phase="forward"))
+    reductions = (replace(it, stage=0) for it in (action(phase="reduction"), action(3, phase="reduction")))
+    quiet, other = (RankProfile.of_actions((action(1, phase="start"), *forward, it), 1, Counter()) for it in reductions)
+    (passed,) = with_all_layers(quiet, Outside(action(1), ()), {0: [0, 1, 1]}).passes.values()
+    assert [it.changes.tolist() for it in passed] == [[1], [2], [2], []]
+    # What is freed or reduced in an unknown layer may be there once for each.
+    with pytest.raises(LayersNeededError, match=r"in the reduction pass its layers run in the order \[\]"):
+        with_all_layers(other, Outside(action(1), ()), {0: [0, 1, 1]})
+
+
+def test_messages_that_no_border_explains_are_not_counted() -> None:
+    program = [Instruction("send", messages=(Border(FORWARD, 0, number),)) for number in range(4)]
+    work = Work("send", torch.float32, 0, 64, "pp")
+    assert _between_stages({work: 4}, program[:2], program) == {work: 8}
+    with pytest.raises(RuntimeError, match="do not belong to 2 instructions to send in equal parts"):
+        _between_stages({work: 1}, program[:2], program[:3])
 
 
 def test_layers_that_do_not_run_in_order_are_refused() -> None:

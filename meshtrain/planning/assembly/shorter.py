@@ -106,7 +106,7 @@ def _places(run: SimulatedRun, outline: Outline, simulated: Sequence[int]) -> li
         simulated: the pp ranks that are simulated.
     """
     every = list(range(run.plan.pipeline.stages_per_rank))
-    if not _may_leave_out_stages(run, outline):
+    if gathering_of(run.plan).in_passes or not outline.borders_are_alike:
         return [every]
     found = {every[0], every[-1]}
     for stages in map(stages_of_ranks(run).__getitem__, simulated):
@@ -114,16 +114,6 @@ def _places(run: SimulatedRun, outline: Outline, simulated: Sequence[int]) -> li
             if all(outline.stages[stages[it]].kind != outline.stages[stages[place]].kind for it in found):
                 found.add(place)
     return [sorted(found), every] if len(found) < len(every) else [every]
-
-
-def _may_leave_out_stages(run: SimulatedRun, outline: Outline) -> bool:
-    """Return whether a stage that is left out adds what its layers do, and nothing else."""
-    if gathering_of(run.plan).in_passes or run.optimizer.takes_whole_matrices:
-        return False
-    parameters = {it for stage in outline.stages for it in stage.parameters}
-    # Copies exchange large gradients one by one.
-    sends_each = run.plan.mesh.dp_replicate > 1 and not run.plan.mesh.is_sharded
-    return outline.borders_are_alike and len(parameters) == 1 and not sends_each
 
 
 def _alone(
