@@ -52,7 +52,7 @@ def _with_layers(actions: Sequence[ActionProfile], likes: Sequence[int]) -> list
 def _is_outside_layers(phase: str, actions: Sequence[ActionProfile]) -> bool:
     """Return whether a phase does nothing in layers."""
     # Without FSDP2, nothing is reduced after the passes of one of several stages.
-    is_quiet = phase == "reduction" and not any(action.work or len(action.changes) for action in actions)
+    is_quiet = phase == "reduction" and not any(any(action.work) or len(action.changes) for action in actions)
     is_behind = phase.startswith("after ") and all(action.place in (None, HEAD) for action in actions)
     return is_quiet or is_behind
 
