@@ -95,12 +95,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     directory = tmp_path_factory.mktemp("tracked") / "out"
-    config = tracked(evaluated_run(directory, (1, 1, 2, 1)), "tensorboard", "wandb", "mlflow")
+    # Of several ranks the others are killed soon after the first has failed, and one of them may be
+    # that which still closes its trackers.
+    config = tracked(evaluated_run(directory, (1, 1, 1, 1)), "tensorboard", "wandb", "mlflow")
     with pytest.raises(RankError, match="the fault of the test"):
-        run_on_ranks(2, train_tracked, config, [Fails(5)], joins=False)
+        run_on_ranks(1, train_tracked, config, [Fails(5)], joins=False)
     # Another mesh, so the plan that a tracker has must change too.
-    changed = config.model_copy(update={"plan": build_plan((1, 1, 1, 1))})
-    (shown,) = run_on_ranks(1, train_tracked, changed, joins=False)
+    changed = config.model_copy(update={"plan": build_plan((1, 1, 2, 1))})
+    shown, _ = run_on_ranks(2, train_tracked, changed, joins=False)
     return changed, shown
 
 
@@ -142,7 +144,7 @@ def test_wandb_has_one_run_with_all_metrics(resumed: tuple[RunConfig, str]) -> N
                 if not name.startswith("_"):
                     found[step, name].append(value)
     check_all_there(found, directory, twice={4, 5})
-    assert [settings["plan"]["mesh"]["dp_shard"] for settings in configs] == [2, 1]
+    assert [settings["plan"]["mesh"]["dp_shard"] for settings in configs] == [1, 2]
     assert [settings["global_batch_size"] for settings in configs] == [8, 8]
 
 
@@ -180,10 +182,10 @@ def test_mlflow_has_the_first_parameters_and_the_latest_files(resumed: tuple[Run
     assert (run.info.status, run.info.run_name) == ("FINISHED", "out")
     assert run.info.run_id == json.loads((directory / "trackers.json").read_text())["mlflow"]
     assert run.data.params["global_batch_size"] == "8"
-    assert run.data.params["plan.mesh.dp_shard"] == "2"
+    assert run.data.params["plan.mesh.dp_shard"] == "1"
     assert artifacts == {"run.toml", "plan.toml"}
     assert plan == (directory / "plan.toml").read_text()
-    assert "dp_shard = 1" in plan
+    assert "dp_shard = 2" in plan
 
 
 def test_resumed_trackers_are_named_with_their_places(resumed: tuple[RunConfig, str]) -> None:
