@@ -13,18 +13,19 @@ from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import OptimizerConfig, OptimizerName
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config, shrink
+from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.probe import probe_structure
 from meshtrain.planning.assembly.expansion import with_all_layers
-from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError
+from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.assembly.layers import fewest_layers, likes
 from meshtrain.planning.assembly.microbatches import _between_stages
 from meshtrain.planning.assembly.outline import outline_of
-from meshtrain.planning.assembly.pipeline import simulate
-from meshtrain.planning.assembly.shorter import short_pipelines
+from meshtrain.planning.assembly.pipeline import _shortest, simulate
+from meshtrain.planning.assembly.shorter import programs_of, short_pipelines
 from meshtrain.planning.memory import memory_use
 from meshtrain.planning.simulation.fewer_layers import LayersNeededError, keep_layers, stream_problem
 from meshtrain.planning.simulation.profile import ActionProfile, RankProfile
-from meshtrain.planning.simulation.rank import simulate_rank
+from meshtrain.planning.simulation.rank import simulate_rank, simulate_with_one_less, simulate_without_passes
 from meshtrain.planning.simulation.recorder import Work
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.totals import totals_of
@@ -86,8 +87,8 @@ def compare(run: SimulatedRun) -> list[int]:
 def compare_stages(run: SimulatedRun) -> list[int]:
     """Compare the steps of all pp ranks, and return how many stages of each are simulated."""
     compare(run)
-    outline, every = outline_of(run, all_layers=False), range(run.plan.mesh.pp)
-    return sorted({len(short.held[0]) for short in short_pipelines(run, outline, every, every)})
+    outline, every = outline_of(run, all_layers=False), [range(it, it + 1) for it in range(run.plan.mesh.pp)]
+    return sorted({len(short.held[0]) for short in short_pipelines(run, outline, every)})
 
 
 def places_of(profile: RankProfile) -> list[tuple[object, ...]]:
@@ -165,6 +166,19 @@ def test_stages_that_are_left_out_do_the_same_as_others(plan: str) -> None:
     assert numbers == ([3, 4] if words == "uneven" else [2, 4])
 
 
+def test_middle_processes_of_a_long_pipeline_stand_for_each_other() -> None:
+    # In its last backward passes, a process finds no parameters gathered, unless it has just one.
+    settings = {
+        "mesh": {"pp": 8, "dp_shard": 2},
+        "shard": {"reshard_after_forward": "always", "reduce_gradients": "each_microbatch"},
+    }
+    run = make_run("llama", settings, microbatches=24, values={**DEEP_MODELS["llama"], "num_hidden_layers": 8})
+    run_on_ranks(1, compare, run, joins=False, timeout=300)
+    way = _shortest(run, outline_of(run, all_layers=False), programs_of(run))
+    assert len(way.chosen) == 4
+    assert num_microbatches(way.short.run.plan, way.short.run.batch) < 8
+
+
 def test_stages_that_free_what_they_gather_are_all_simulated() -> None:
     settings = {
         "mesh": {"pp": 2, "dp_shard": 2},
@@ -173,7 +187,7 @@ def test_stages_that_free_what_they_gather_are_all_simulated() -> None:
     }
     run = make_run("llama", settings, microbatches=6, values={**DEEP_MODELS["llama"], "num_hidden_layers": 8})
     outline = outline_of(run, all_layers=False)
-    assert {len(short.held[0]) for short in short_pipelines(run, outline, [0, 1], [0, 1])} == {4}
+    assert {len(short.held[0]) for short in short_pipelines(run, outline, [range(1), range(1, 2)])} == {4}
 
 
 @pytest.mark.timeout(3000)
@@ -247,6 +261,37 @@ def test_memory_grows_with_the_layers_in_number_or_in_size() -> None:
     grown = few.with_more_layers(more, 10)
     assert sorted(grown.state.changes.tolist()) == [4] * 22 + [100]
     assert sorted(grown.behind[0].changes.tolist()) == [-96] + [-8] * 12 + [8] * 12 + [96]
+
+
+def test_sizes_that_grow_into_those_of_others_are_told_apart() -> None:
+    # The tokens of all experts are counted together, beside a tensor of always the same size.
+    steps = [Outside(action(4), (action(24, 8 * it, 8 * it, -24),)) for it in (3, 4, 9)]
+    grown = steps[0].with_more_layers(steps[1], 6)
+    assert sorted(grown.behind[0].changes.tolist()) == [-24, 24, 72, 72]
+    # 24 may have become 8 or 32.
+    steps = [Outside(action(4), (action(32, 8 * it, *[8] * it),)) for it in (3, 4)]
+    with pytest.raises(UnevenGrowthError, match="there are other sizes"):
+        steps[0].with_more_layers(steps[1], 6)
+
+
+def grown(few: SimulatedRun, whole: SimulatedRun, layers: int) -> tuple[Outside, Outside]:
+    """Return what a process of `whole` does outside the passes: put together, and simulated."""
+    found = simulate_with_one_less(few, 0, 0, 0)
+    more = outside_of(found.less).with_more_layers(outside_of(found.full), layers + 1)
+    return more, outside_of(simulate_without_passes(whole, 0))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_growth_is_known_where_tokens_of_experts_are_counted(model_type: str) -> None:
+    config = shrink(default_config(model_type), 4)
+    if model_type == "deepseek_v3":
+        config.first_k_dense_replace = 0
+    few, whole = (run_of(shrink(config, number), {"mesh": {"dp_shard": 2}}, microbatches=3) for number in (4, 9))
+    ((put_together, simulated),) = run_on_ranks(1, grown, few, whole, 5, joins=False, timeout=300)
+    assert np.array_equal(np.sort(put_together.state.changes), np.sort(simulated.state.changes))
+    for one, other in zip(put_together.behind, simulated.behind, strict=True):
+        assert np.array_equal(np.sort(one.changes), np.sort(other.changes))
+        assert one.work == other.work
 
 
 def test_updates_of_one_parameter_after_the_other_are_repeated() -> None:

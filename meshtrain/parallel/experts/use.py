@@ -85,6 +85,11 @@ class ExpertUse:
             stack.register_forward_pre_hook(torch.compiler.disable(self._count), prepend=True, with_kwargs=True)
             self._watched.append(_Watched(stack, numbers[name], biases.get(name)))
 
+    def forget(self, layer: nn.Module) -> None:
+        """Leave out the stacks of a layer from now on."""
+        inside = set(layer.modules())
+        self._watched = [it for it in self._watched if it.stack not in inside]
+
     def totals(self) -> Tensor:
         """Return (3,) float64 what `metrics` takes, the same on every process, and begin again.
 

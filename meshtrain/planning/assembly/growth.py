@@ -142,22 +142,28 @@ def _grown_counts(few: _Counts, more: _Counts, times: int) -> dict[tuple[Any, _S
 
     Either their number grows with the layers, or their sizes do.
     """
-    grown = Counter({key: number + times * (more[key] - number) for key, number in few.items() if key in more})
-    if min(grown.values(), default=0) < 0:
-        raise UnevenGrowthError("something becomes less with a layer")
-    old, new = (_by_kind(one, other) for one, other in ((few, more), (more, few)))
-    if {kind: len(sizes) for kind, sizes in old.items()} != {kind: len(sizes) for kind, sizes in new.items()}:
-        raise UnevenGrowthError("there are other sizes")
-    for kind, sizes in old.items():
-        for before, after in zip(sizes, new[kind], strict=True):
-            grown[kind, tuple(one + times * (other - one) for one, other in zip(before, after, strict=True))] += 1
+    shrunk, added = (_by_kind(Counter(one) - Counter(other)) for one, other in ((few, more), (more, few)))
+    grown = Counter(few) & Counter(more)
+    for kind in shrunk.keys() | added.keys():
+        old, new = shrunk.get(kind, []), added.get(kind, [])
+        more_of = [] if len(old) == len(new) else [sizes for sizes in new if (kind, sizes) in few]
+        for sizes in more_of:
+            new.remove(sizes)
+            grown[kind, sizes] += times
+        if len(old) != len(new):
+            raise UnevenGrowthError("there are other sizes")
+        for before, after in zip(old, new, strict=True):
+            pairs = [*zip(before, after, strict=True)]
+            if any(abs(other) < abs(one) for one, other in pairs):
+                raise UnevenGrowthError("something becomes less with a layer")
+            grown[kind, tuple(one + times * (other - one) for one, other in pairs)] += 1
     return dict(grown)
 
 
-def _by_kind(counts: _Counts, others: _Counts) -> dict[Any, list[_Sizes]]:
-    """Return kind -> the sizes that the others lack, in order."""
+def _by_kind(counts: _Counts) -> dict[Any, list[_Sizes]]:
+    """Return kind -> the sizes, in order."""
     found: dict[Any, list[_Sizes]] = defaultdict(list)
     for (kind, sizes), number in counts.items():
-        if (kind, sizes) not in others:
-            found[kind] += [sizes] * number
-    return {kind: sorted(sizes) for kind, sizes in found.items()}
+        found[kind] += [sizes] * number
+    # What is freed is negative.
+    return {kind: sorted(sizes, key=lambda it: [*map(abs, it)]) for kind, sizes in found.items()}

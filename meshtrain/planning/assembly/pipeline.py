@@ -1,10 +1,11 @@
 """Simulate every process of a run that differs from the others."""
 
 from collections import ChainMap, Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing import current_process
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -68,6 +69,20 @@ class Simulation:
         return tuple(group for groups in self.pp_ranks for group in groups)
 
 
+class _Way(NamedTuple):
+    """How to simulate a run.
+
+    Attributes:
+        chosen: the pp ranks to simulate.
+        likes: for each pp rank, the index of the one among them that does the same.
+        short: the pipeline in which they are simulated.
+    """
+
+    chosen: list[int]
+    likes: list[int]
+    short: ShortPipeline
+
+
 def simulate(run: SimulatedRun) -> Simulation:
     """Simulate the processes of a run.
 
@@ -107,35 +122,39 @@ def _simulate(run: SimulatedRun, outline: Outline) -> Simulation:
     return Simulation(tuple(pp_ranks), tuple(firsts), _border_bytes(few, ChainMap(*same)), programs)
 
 
-def _shortest(
-    run: SimulatedRun, outline: Outline, programs: Sequence[Sequence[Instruction]]
-) -> tuple[Sequence[int], Sequence[int], ShortPipeline]:
+def _shortest(run: SimulatedRun, outline: Outline, programs: Sequence[Sequence[Instruction]]) -> _Way:
     """Return how to simulate a run with the fewest passes.
 
     Args:
         programs: of all pp ranks.
-
-    Returns:
-        The pp ranks to simulate; for each pp rank, the index of the one among them that does the
-        same; and the pipeline in which they are simulated.
     """
-    held = stages_of_ranks(run)
-    beside = _layers_beside(run)
+    held, beside = stages_of_ranks(run), _layers_beside(run)
     kinds = [(_rank_kind(outline.stages, stages), *(beside[stage] for stage in stages)) for stages in held]
+    wanted = [ways_of(program, gathering_of(run.plan)) for program in programs]
+    places = [{stage: place for place, stage in enumerate(stages)} for stages in held]
+    finer = [(kind, ways.of_stages(at)) for kind, ways, at in zip(kinds, wanted, places, strict=True)]
+    # Like pp ranks may gather parameters in other passes, or split the backward passes of different
+    # microbatches.
+    found = [way for alike in (kinds, finer, range(len(held))) for way in _short_ways(run, outline, alike)]
+    # With few microbatches, messages may not be told apart, and only the step itself shows them.
+    full = found[-1]
+    found.sort(key=lambda way: (way.short.num_passes, way.short.run.plan.mesh.pp))
+    return next((way for way in found if _shows_all(way.short, run, way.likes, wanted)), full)
+
+
+def _short_ways(run: SimulatedRun, outline: Outline, kinds: Sequence[Hashable]) -> Iterator[_Way]:
+    """Yield the ways in which one pp rank of each kind is simulated."""
     # The last of them, which has the fewest microbatches at once.
     last = {kind: rank for rank, kind in enumerate(kinds)}
     chosen = sorted(last.values())
     likes = [chosen.index(last[kind]) for kind in kinds]
-    doubles = [rank - 1 if rank and kinds[rank - 1] == kinds[rank] else rank for rank in chosen]
-    found = [(chosen, likes, short) for short in short_pipelines(run, outline, chosen, doubles)]
-    # Like pp ranks may split the backward passes of different microbatches.
-    every = list(range(len(held)))
-    found += [(every, every, short) for short in short_pipelines(run, outline, every, every)]
-    # With few microbatches, messages may not be told apart, and only the step itself shows them.
-    itself = found[-1]
-    found.sort(key=lambda way: (way[2].num_passes, way[2].run.plan.mesh.pp))
-    wanted = [ways_of(program, gathering_of(run.plan)) for program in programs]
-    return next((way for way in found if _shows_all(way[2], run, way[1], wanted)), itself)
+    alike = [range(_first_like(kinds, rank), rank + 1) for rank in chosen]
+    return (_Way(chosen, likes, short) for short in short_pipelines(run, outline, alike))
+
+
+def _first_like(kinds: Sequence[Hashable], rank: int) -> int:
+    """Return the first of the pp ranks in a row that are of the same kind and end with one."""
+    return next((it + 1 for it in range(rank - 1, -1, -1) if kinds[it] != kinds[rank]), 0)
 
 
 def _border_bytes(few: SimulatedRun, likes: Mapping[int, int]) -> dict[tuple[str, int], int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from meshtrain.compat.schedules import BACKWARD, FORWARD, Instruction, Pass, instructions
 from meshtrain.config.schedules import SCHEDULES, in_equal_rounds
@@ -16,6 +17,9 @@ FEWEST = 3
 # Number of microbatches, relative to the fewest, that the differing pp ranks alone are tried with.
 # Some schedules need more to show all that passes do.
 MOST = 4
+# Most pp ranks in a row that do the same. After their last forward passes, three or more of them
+# have all kinds of backward passes: the first, the last, and one between them.
+MOST_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,7 @@ class ShortPipeline:
         return programs_of(self.run)
 
 
-def short_pipelines(
-    run: SimulatedRun, outline: Outline, chosen: Sequence[int], doubles: Sequence[int]
-) -> Iterator[ShortPipeline]:
+def short_pipelines(run: SimulatedRun, outline: Outline, alike: Sequence[range]) -> Iterator[ShortPipeline]:
     """Yield pipelines in which a simulation of some pp ranks may take place.
 
     The last one has all pp ranks and microbatches of the run.
@@ -77,19 +79,21 @@ def short_pipelines(
     Args:
         run: whose plan is resolved.
         outline: of the run.
-        chosen: the pp ranks that differ from each other, ascending.
-        doubles: for each of them, another pp rank that is like it, or itself if there is none.
+        alike: for each chosen pp rank, in ascending order, those in a row that do the same and end
+            with it.
     """
-    # A pp rank that another one like it follows has more microbatches at once.
-    for kept in (chosen, sorted({*chosen, *doubles})):
-        simulated = chosen if kept is chosen else doubles
+    for most in range(1, min(MOST_ALIKE, max(map(len, alike))) + 1):
+        few = [ranks[-most:] for ranks in alike]
+        # A pp rank that others like it follow has more microbatches at once.
+        kept, simulated = sorted(chain(*few)), [ranks[0] for ranks in few]
         for places in _places(run, outline, simulated):
             alone = _alone(run, outline, kept, simulated, places)
             if alone is not None:
                 fewest = _fewest_microbatches(alone.run)
                 yield from (_shortened(alone, run, number) for number in range(fewest, MOST * fewest + 1))
     every = tuple(range(run.plan.pipeline.stages_per_rank))
-    full = ShortPipeline(run, outline.stages, tuple(chosen), (every,) * len(chosen), ((),) * len(chosen))
+    chosen = tuple(ranks[-1] for ranks in alike)
+    full = ShortPipeline(run, outline.stages, chosen, (every,) * len(chosen), ((),) * len(chosen))
     number = _fewest_microbatches(run)
     while (found := _shortened(full, run, number)).run.batch != run.batch:
         yield found

@@ -74,10 +74,8 @@ class Task:
             profile = simulate_rank(few, self.rank)
             return profile, outside_of(profile)
         kinds = {stage.parameters_of(layer) for _, stage, layer in left_out}
-        # The tokens of all experts are counted together. Matrices that are updated as a whole are
-        # divided among processes, and not each layer.
-        has_experts = any(shape.of_experts for it in self.held for shape in self.stages[it].shapes)
-        if len(kinds) > 1 or has_experts or self.run.optimizer.takes_whole_matrices:
+        # Matrices that are updated as a whole are divided among processes, and not each layer.
+        if len(kinds) > 1 or self.run.optimizer.takes_whole_matrices:
             return simulate_rank(few, self.rank), self._with_all_parameters()
         like, stage, layer = left_out[0]
         found = simulate_with_one_less(few, self.rank, like, stage.like(layer))

@@ -17,7 +17,7 @@ def without_passes(pipeline: Pipeline) -> Pipeline:
 
 
 def leave_out_layer(pipeline: Pipeline, stage: int, layer: int) -> None:
-    """Leave a layer without experts out of a pipeline in place, which can then run no passes.
+    """Leave a layer out of a pipeline in place, which can then run no passes.
 
     Args:
         pipeline: of a process.
@@ -28,6 +28,7 @@ def leave_out_layer(pipeline: Pipeline, stage: int, layer: int) -> None:
     index = holder.first_layer + layer
     # What sums gradients has lists of its own of the parameters that train.
     holder.layers[index].requires_grad_(requires_grad=False)
+    pipeline.expert_use.forget(holder.layers[index])
     holder.layers[index] = nn.Identity()
 
 
