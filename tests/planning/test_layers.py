@@ -167,7 +167,6 @@ def test_stages_that_are_left_out_do_the_same_as_others(plan: str) -> None:
 
 
 def test_middle_processes_of_a_long_pipeline_stand_for_each_other() -> None:
-    # In its last backward passes, a process finds no parameters gathered, unless it has just one.
     settings = {
         "mesh": {"pp": 8, "dp_shard": 2},
         "shard": {"reshard_after_forward": "always", "reduce_gradients": "each_microbatch"},
@@ -177,6 +176,23 @@ def test_middle_processes_of_a_long_pipeline_stand_for_each_other() -> None:
     way = _shortest(run, outline_of(run, all_layers=False), programs_of(run))
     assert len(way.chosen) == 4
     assert num_microbatches(way.short.run.plan, way.short.run.batch) < 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "shard"),
+    [
+        ("Interleaved1F1B", 4, {"reshard_after_forward": "always"}),
+        ("Interleaved1F1B", 2, {"reduce_gradients": "each_microbatch"}),
+        ("Interleaved1F1B", 4, {"reshard_after_forward": "always", "reduce_gradients": "each_microbatch"}),
+        ("LoopedBFS", 2, {"reshard_after_forward": "always"}),
+    ],
+)
+def test_layers_that_several_stages_gather_in_vain_are_known(schedule: str, stages: int, shard: dict[str, str]) -> None:
+    # FSDP2 gathers the last layer again after a backward pass, but not after each one.
+    settings = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": schedule, "stages_per_rank": stages}}
+    values = {**DEEP_MODELS["llama"], "num_hidden_layers": 8}
+    run = make_run("llama", {**settings, "shard": shard}, microbatches=12, values=values)
+    run_on_ranks(1, compare, run, joins=False, timeout=300)
 
 
 def test_stages_that_free_what_they_gather_are_all_simulated() -> None:

@@ -1,5 +1,6 @@
 """What decides what a pass of a microbatch does, besides its stage: the passes before it."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -11,18 +12,18 @@ from meshtrain.config.plan import ParallelPlan
 class Gathers(NamedTuple):
     """What decides which parameters FSDP2 gathers in a pass.
 
-    In a backward pass it gathers the layer ahead, in the order of all forward passes before. So a
-    backward pass behind a forward pass ends with a layer of the microbatch before, in vain.
+    In a backward pass it gathers the layer ahead, in the order of all forward passes of the stage.
+    It takes each backward pass for that of the last forward pass which had none yet. Before the
+    layers of that come those of an earlier forward pass, so at its end it gathers one in vain,
+    unless that was the first.
 
     Attributes:
         finds_gathered: whether the pass before has left a layer gathered.
-        follows_forward: whether there was a forward pass since the last backward pass.
         goes_too_far: whether it gathers a layer in vain.
         reduces_last: whether it is the last backward pass, if each of them reduces gradients.
     """
 
     finds_gathered: bool = False
-    follows_forward: bool = False
     goes_too_far: bool = False
     reduces_last: bool = False
 
@@ -81,7 +82,8 @@ def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:
         passes: in their order.
         gathering: of the plan.
     """
-    found = _gathers(passes, gathering) if gathering.in_passes else repeat(_NOTHING.gathers, len(passes))
+    may_gather = gathering.in_passes or gathering.reduces_each
+    found = _gathers(passes, gathering) if may_gather else repeat(_NOTHING.gathers, len(passes))
     split = {it._replace(phase=BACKWARD) for it in passes if it.phase == WEIGHTS}
     with_new, with_sum = set[int](), set[int]()
     for it, own in zip(passes, found, strict=True):
@@ -94,27 +96,26 @@ def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:
             with_new.discard(it.stage)
             with_sum.add(it.stage)
         else:
-            yield Effect(gathers=own) if gathering.in_passes else _NOTHING
+            yield Effect(gathers=own) if may_gather else _NOTHING
 
 
 def _gathers(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Gathers]:
     last = {it.stage: index for index, it in enumerate(passes) if it.phase == BACKWARD}
-    # Stage -> number of its forward passes.
-    numbers: dict[int, int] = {}
-    latest: set[int] = set()
+    # Stage -> number of its forward passes, and those without a backward pass yet.
+    numbers, pending = Counter[int](), defaultdict[int, list[int]](list)
     gathered: set[int] = set()
     for index, it in enumerate(passes):
         found = it.stage in gathered
-        if it.phase == BACKWARD:
-            follows = it.stage in latest
-            goes_too_far = follows and numbers[it.stage] > 1
-            yield Gathers(found, follows, goes_too_far, gathering.reduces_each and last[it.stage] == index)
-            latest.discard(it.stage)
-            (gathered.add if goes_too_far else gathered.discard)(it.stage)
-        elif it.phase == FORWARD:
-            yield Gathers(found)
-            numbers[it.stage] = numbers.get(it.stage, 0) + 1
-            latest.add(it.stage)
-            gathered.discard(it.stage)
-        else:
-            yield Gathers(found)
+        gathered.discard(it.stage)
+        if it.phase == FORWARD:
+            pending[it.stage].append(numbers[it.stage])
+            numbers[it.stage] += 1
+        goes_too_far = it.phase == BACKWARD and pending[it.stage].pop() > 0
+        reduces_last = gathering.reduces_each and last[it.stage] == index
+        if not (gathering.in_passes or reduces_last):
+            # All parameters are gathered anyway.
+            yield _NOTHING.gathers
+            continue
+        if goes_too_far:
+            gathered.add(it.stage)
+        yield Gathers(found, goes_too_far, reduces_last)

@@ -144,9 +144,7 @@ def ways_of(program: Sequence[Instruction], gathering: Gathering) -> Ways:
     """
     passes, received = passes_of(program), kinds_received(program)
     pairs = zip(passes, effects(passes, gathering), strict=True)
-    # With several stages on a process, few microbatches do not show all orders of their passes.
-    is_alone = len({it.stage for it in passes}) == 1
-    found = frozenset((it.phase, it.stage, effect if is_alone else effect.of_gradients) for it, effect in pairs)
+    found = frozenset((it.phase, it.stage, effect) for it, effect in pairs)
     return Ways(found, frozenset(chain(*received)), frozenset(kinds_told_apart(received)))
 
 

@@ -17,9 +17,8 @@ FEWEST = 3
 # Number of microbatches, relative to the fewest, that the differing pp ranks alone are tried with.
 # Some schedules need more to show all that passes do.
 MOST = 4
-# Most pp ranks in a row that do the same. After their last forward passes, three or more of them
-# have all kinds of backward passes: the first, the last, and one between them.
-MOST_ALIKE = 3
+# Most pp ranks in a row that do the same. One that another follows has more microbatches at once.
+MOST_ALIKE = 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,6 @@ def short_pipelines(run: SimulatedRun, outline: Outline, alike: Sequence[range])
     """
     for most in range(1, min(MOST_ALIKE, max(map(len, alike))) + 1):
         few = [ranks[-most:] for ranks in alike]
-        # A pp rank that others like it follow has more microbatches at once.
         kept, simulated = sorted(chain(*few)), [ranks[0] for ranks in few]
         for places in _places(run, outline, simulated):
             alone = _alone(run, outline, kept, simulated, places)

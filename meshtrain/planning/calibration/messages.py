@@ -1,4 +1,8 @@
-"""How long messages take on this machine."""
+"""How long messages take on this machine.
+
+In a step, a process computes between messages. So each message is measured after a matrix product,
+whose own time is subtracted: processes do not end it at the same moment, and wait for each other.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +14,13 @@ from torch import Tensor
 from meshtrain.compat.distributed import all_gather_single, reduce_scatter_single
 from meshtrain.config.machine import LinkConfig
 from meshtrain.planning.calibration.operators import Point
+from meshtrain.planning.speed.rates import FASTEST
 from meshtrain.runtime.environment import local_world_size_from_environment
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))
-SECONDS, MOST = 0.12, 100
+SECONDS, MOST = 0.25, 100
+# Rows and columns of the matrices that are multiplied between messages.
+WIDTH = {"cpu": 384, "cuda": 4096}
 
 
 def measure_messages(device: torch.device) -> dict[str, dict[str, list[Point]]]:
@@ -59,10 +66,19 @@ def _seconds(action: "_Action", num_bytes: int, size: int, group: dist.ProcessGr
     """Return the seconds of a message, the same on all processes."""
     number = num_bytes // 4 // size * size
     full, part = torch.ones(number, device=device), torch.ones(number // size, device=device)
-    action(full, part, group)
-    once = _timed(lambda: action(full, part, group), 1, device)
+    matrix = torch.ones(2 * [WIDTH[device.type]], device=device)
+
+    def compute() -> None:
+        torch.mm(matrix, matrix)
+
+    def compute_and_send() -> None:
+        compute()
+        action(full, part, group)
+
+    compute_and_send()
+    once = _timed(compute_and_send, 2, device)
     repeats = max(2, min(MOST, int(SECONDS / max(once, 1e-6))))
-    return _timed(lambda: action(full, part, group), repeats, device)
+    return max(_timed(compute_and_send, repeats, device) - _timed(compute, repeats, device), FASTEST)
 
 
 def _timed(act: Callable[[], None], number: int, device: torch.device) -> float:
