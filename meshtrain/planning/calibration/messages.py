@@ -1,7 +1,7 @@
 """How long messages take on this machine.
 
-In a step, a process computes between messages. So each message is measured after a matrix product,
-whose own time is subtracted: processes do not end it at the same moment, and wait for each other.
+In a step, processes compute between messages, and do not come to one at the same time. So each
+message is measured after a matrix product, whose own time is subtracted.
 """
 
 import time
