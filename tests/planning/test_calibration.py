@@ -13,6 +13,7 @@ from meshtrain import cli
 from meshtrain.compat.fake import attention_of_cpu
 from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
 from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu
+from meshtrain.planning.calibration.messages import link_of
 from meshtrain.planning.calibration.operators import measure_operators
 from tests.planning.cases import PLANS, make_run
 from tests.ranks import run_on_ranks
@@ -94,6 +95,13 @@ def test_wrong_arguments_are_one_line(
     assert cli._exit_code(["calibrate", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert message in line
+
+
+def test_bandwidth_of_a_link_is_known_where_noise_hides_it() -> None:
+    link = link_of([(1e3, 1e-5), (4e6, 1e-4), (16e6, 2.5e-4)])
+    assert (link.seconds, link.gb_per_second) == (1e-5, pytest.approx(80))
+    # The larger message seems to be the faster one.
+    assert link_of([(1e3, 1e-5), (4e6, 3e-4), (16e6, 2e-4)]).gb_per_second == pytest.approx(80)
 
 
 def meshtrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -46,11 +46,6 @@ class Effect(NamedTuple):
     finds_sum: bool = False
     gathers: Gathers = Gathers()
 
-    @property
-    def of_gradients(self) -> "Effect":
-        """Return the effect on gradients alone."""
-        return self._replace(gathers=Gathers())
-
 
 # One object for most passes of long steps.
 _NOTHING = Effect()
@@ -62,7 +57,8 @@ class Gathering(NamedTuple):
     Attributes:
         in_passes: whether passes gather parameters that others have freed; otherwise the first one
             of each stage does.
-        reduces_each: whether each backward pass reduces gradients, and not the last one alone.
+        reduces_each: whether each backward pass reduces gradients of shards, and not the last one
+            alone.
     """
 
     in_passes: bool
@@ -71,8 +67,8 @@ class Gathering(NamedTuple):
 
 def gathering_of(plan: ParallelPlan) -> Gathering:
     """Return how the passes of a resolved plan gather parameters."""
-    in_passes = plan.shard.reshard_after_forward == "always" and plan.mesh.is_sharded
-    return Gathering(in_passes, plan.shard.reduces_each_microbatch)
+    in_passes = plan.shard.reshard_after_forward == "always"
+    return Gathering(in_passes and plan.mesh.is_sharded, plan.shard.reduces_each_microbatch and plan.mesh.is_sharded)
 
 
 def effects(passes: Sequence[Pass], gathering: Gathering) -> Iterator[Effect]:

@@ -29,8 +29,8 @@ def with_passes(
 
     The first and the last microbatch do what they do in the short step, and all others what the
     middle one does: FSDP2 gathers parameters in the first and reduces gradients in the last. If
-    such a microbatch treats gradients differently, another one counts. The memory for messages
-    between stages is allocated where the long step does it.
+    such a microbatch treats gradients or parameters differently, another one counts. The memory for
+    messages between stages is allocated where the long step does it.
 
     Args:
         few: the short step. It shows what all passes do (`Ways.are_shown_by`).
@@ -174,8 +174,7 @@ class _Likes:
         key = nearest, effect
         if key not in self._found:
             near = (nearest, *(nearest._replace(microbatch=it) for it in self._others))
-            alike = [it for it in near if it in self._effects and self._effects[it].of_gradients == effect.of_gradients]
-            self._found[key] = next((it for it in alike if self._effects[it] == effect), alike[0])
+            self._found[key] = next(it for it in near if self._effects.get(it) == effect)
         return self._found[key]
 
     def _like(self, microbatch: int, number: int) -> int:

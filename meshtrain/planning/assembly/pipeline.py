@@ -131,8 +131,11 @@ def _shortest(run: SimulatedRun, outline: Outline, programs: Sequence[Sequence[I
     held, beside = stages_of_ranks(run), _layers_beside(run)
     kinds = [(_rank_kind(outline.stages, stages), *(beside[stage] for stage in stages)) for stages in held]
     wanted = [ways_of(program, gathering_of(run.plan)) for program in programs]
-    # Like pp ranks may split the backward passes of different microbatches.
-    found = [way for alike in (kinds, range(len(held))) for way in _short_ways(run, outline, alike)]
+    places = [{stage: place for place, stage in enumerate(stages)} for stages in held]
+    finer = [(kind, ways.of_stages(at)) for kind, ways, at in zip(kinds, wanted, places, strict=True)]
+    # Like pp ranks may gather parameters in other passes, or split the backward passes of different
+    # microbatches.
+    found = [way for alike in (kinds, finer, range(len(held))) for way in _short_ways(run, outline, alike)]
     # With few microbatches, messages may not be told apart, and only the step itself shows them.
     full = found[-1]
     found.sort(key=lambda way: (way.short.num_passes, way.short.run.plan.mesh.pp))

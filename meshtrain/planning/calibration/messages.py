@@ -4,6 +4,7 @@ In a step, processes compute between messages, and do not come to one at the sam
 message is measured after a matrix product, whose own time is subtracted.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,9 +19,10 @@ from meshtrain.planning.speed.rates import FASTEST
 from meshtrain.runtime.environment import local_world_size_from_environment
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))
-SECONDS, MOST = 0.25, 100
-# Rows and columns of the matrices that are multiplied between messages.
-WIDTH = {"cpu": 384, "cuda": 4096}
+SECONDS, ROUNDS, MOST = 0.3, 5, 20
+# Rows and columns of the matrices that are multiplied between messages, which takes about as long
+# as a message.
+WIDTH = {"cpu": 384, "cuda": 1024}
 
 
 def measure_messages(device: torch.device) -> dict[str, dict[str, list[Point]]]:
@@ -59,7 +61,10 @@ def link_between_hosts(device: torch.device) -> LinkConfig:
 def link_of(points: Sequence[Point]) -> LinkConfig:
     """Return the latency and the bandwidth of a connection from points [bytes, seconds]."""
     (_, latency), (before_size, before), (size, seconds) = points[0], points[-2], points[-1]
-    return LinkConfig(gb_per_second=(size - before_size) / max(seconds - before, 1e-9) / 1e9, seconds=latency)
+    if seconds <= before:
+        # Neither is known well, so the time of the largest message counts as a whole.
+        return LinkConfig(gb_per_second=size / seconds / 1e9, seconds=latency)
+    return LinkConfig(gb_per_second=(size - before_size) / (seconds - before) / 1e9, seconds=latency)
 
 
 def _seconds(action: "_Action", num_bytes: int, size: int, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -77,8 +82,10 @@ def _seconds(action: "_Action", num_bytes: int, size: int, group: dist.ProcessGr
 
     compute_and_send()
     once = _timed(compute_and_send, 2, device)
-    repeats = max(2, min(MOST, int(SECONDS / max(once, 1e-6))))
-    return max(_timed(compute_and_send, repeats, device) - _timed(compute, repeats, device), FASTEST)
+    repeats = max(1, min(MOST, int(SECONDS / (2 * ROUNDS * once))))
+    # Both take turns, so that a slow moment of the machine meets both.
+    pairs = [[_timed(act, repeats, device) for act in (compute_and_send, compute)] for _ in range(ROUNDS)]
+    return max(statistics.median(both - alone for both, alone in pairs), FASTEST)
 
 
 def _timed(act: Callable[[], None], number: int, device: torch.device) -> float:
@@ -110,12 +117,12 @@ def _send(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Send to the next process of the group, and receive from the previous one."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     received = torch.empty_like(full)
-    works = [
-        dist.isend(full, group=group, group_dst=(rank + 1) % size),
-        dist.irecv(received, group=group, group_src=(rank - 1) % size),
+    # One after the other, two processes would both send first, and wait forever on NCCL.
+    both = [
+        dist.P2POp(dist.isend, full, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
     ]
-    for work in works:
-        assert work is not None
+    for work in dist.batch_isend_irecv(both):
         work.wait()
 
 
