@@ -15,6 +15,7 @@ from meshtrain.models.build import build_meta_model
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut.probe import probe_structure
+from meshtrain.planning.assembly.effects import Gathering, gathering_of
 from meshtrain.planning.assembly.expansion import with_all_layers
 from meshtrain.planning.assembly.growth import Outside, UnevenGrowthError, outside_of
 from meshtrain.planning.assembly.layers import fewest_layers, likes
@@ -195,6 +196,19 @@ def test_layers_that_several_stages_gather_in_vain_are_known(schedule: str, stag
     run_on_ranks(1, compare, run, joins=False, timeout=300)
 
 
+def test_pp_ranks_that_gather_in_other_passes_are_simulated_apart() -> None:
+    settings = {"mesh": {"pp": 8, "dp_shard": 2}, "shard": {"reduce_gradients": "each_microbatch"}}
+    settings |= {"pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}
+    run = make_run("llama", settings, microbatches=32, values={**DEEP_MODELS["llama"], "num_hidden_layers": 32})
+    way = _shortest(run, outline_of(run, all_layers=False), programs_of(run))
+    assert 4 < len(way.chosen) < 8
+
+
+def test_whole_parameters_are_never_gathered() -> None:
+    settings = {"mesh": {"dp_replicate": 2, "dp_shard": 1}, "shard": {"reduce_gradients": "each_microbatch"}}
+    assert gathering_of(make_run("llama", settings, microbatches=2).plan) == Gathering(in_passes=False, reduces_each=False)
+
+
 def test_stages_that_free_what_they_gather_are_all_simulated() -> None:
     settings = {
         "mesh": {"pp": 2, "dp_shard": 2},
@@ -288,6 +302,12 @@ def test_sizes_that_grow_into_those_of_others_are_told_apart() -> None:
     steps = [Outside(action(4), (action(32, 8 * it, *[8] * it),)) for it in (3, 4)]
     with pytest.raises(UnevenGrowthError, match="there are other sizes"):
         steps[0].with_more_layers(steps[1], 6)
+
+
+def test_sizes_that_shrink_with_a_layer_are_refused() -> None:
+    few, more = (Outside(action(4), (action(size, -size),)) for size in (8, 6))
+    with pytest.raises(UnevenGrowthError, match="something becomes less with a layer"):
+        few.with_more_layers(more, 3)
 
 
 def grown(few: SimulatedRun, whole: SimulatedRun, layers: int) -> tuple[Outside, Outside]:
