@@ -206,7 +206,8 @@ def test_pp_ranks_that_gather_in_other_passes_are_simulated_apart() -> None:
 
 def test_whole_parameters_are_never_gathered() -> None:
     settings = {"mesh": {"dp_replicate": 2, "dp_shard": 1}, "shard": {"reduce_gradients": "each_microbatch"}}
-    assert gathering_of(make_run("llama", settings, microbatches=2).plan) == Gathering(in_passes=False, reduces_each=False)
+    found = gathering_of(make_run("llama", settings, microbatches=2).plan)
+    assert found == Gathering(in_passes=False, reduces_each=False)
 
 
 def test_stages_that_free_what_they_gather_are_all_simulated() -> None:
