@@ -350,9 +350,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet = func._overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    if name == "aten::_scaled_mm_v2":
-        # torch's counter knows only the version before.
-        return int(2 * args[0].numel() * args[1].shape[1])
     return 0
 
 

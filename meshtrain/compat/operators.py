@@ -17,6 +17,24 @@ Holds: torch 2.11 to 2.13.
 """
 
 _aten: Any = torch.ops.aten
+
+
+def scaled_product(first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], *, is_fast: bool) -> Tensor:
+    """Return the product of two matrices in float8, in bfloat16.
+
+    Args:
+        first: (rows, inner).
+        second: (inner, columns), with the inner dimension contiguous.
+        scales: of both. Their shapes tell what has a scale.
+        is_fast: whether sums may have fewer digits than float32.
+
+    Why: the public function calls an operator that torch 2.11 cannot compile, so each product
+    would break the graph, and torch 2.13 cannot compile it for blocks.
+    Holds: torch 2.11 to 2.13.
+    """
+    return torch._scaled_mm(first, second, *scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+
+
 VIEWS: tuple[Any, ...] = (_aten.view, _aten._unsafe_view)
 """The operators that `Tensor.view` and `Tensor.reshape` call.
 
@@ -37,7 +55,7 @@ EXPENSIVE: tuple[Any, ...] = (
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
-    _aten._scaled_mm_v2.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

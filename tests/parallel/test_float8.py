@@ -108,7 +108,7 @@ class Kernels(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += name_of(func)[1] == "_scaled_mm_v2"
+        self.number += name_of(func)[1] == "_scaled_mm"
         return func(*args, **(kwargs or {}))
 
 

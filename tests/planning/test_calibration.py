@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 
 from meshtrain import cli
 from meshtrain.compat.fake import attention_of_cpu
-from meshtrain.planning.calibration.calls import Call, TensorShape, record_calls, with_values
+from meshtrain.planning.calibration.calls import (
+    LARGEST_BYTES,
+    Call,
+    TensorShape,
+    record_calls,
+    with_shorter_lists,
+    with_values,
+)
 from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu
 from meshtrain.planning.calibration.messages import link_of
 from meshtrain.planning.calibration.operators import measure_operators
@@ -40,6 +48,19 @@ def test_every_operator_of_a_step_is_timed_by_itself(model_type: str) -> None:
     for call, _ in found:
         sizes.setdefault(call.key, []).append(call.size)
     assert all(known == sorted(set(known)) and len(known) <= 6 for known in sizes.values())
+
+
+def test_an_update_of_all_parameters_is_timed_with_some_of_them() -> None:
+    shapes = [TensorShape((size, 2**20), (2**20, 1), torch.float32) for size in (4, 1, 2)]
+    # Each number is read and written once.
+    call = Call("aten._foreach_mul_.Scalar", "_foreach_mul_ float32", 7 * 2**30, 7 * 2**30, (shapes, 2.0), {})
+    assert with_shorter_lists(call).num_bytes == 2**30 == LARGEST_BYTES
+    assert with_shorter_lists(call).args == ([shapes[1]], 2.0)
+    half = replace(call, size=2**31, num_bytes=2**31)
+    assert with_shorter_lists(half).args == ([shapes[1], shapes[2]], 2.0)
+    assert with_shorter_lists(half).size == with_shorter_lists(half).num_bytes == 3 * 2**31 // 7
+    alone = replace(call, args=(shapes[0], 2.0))
+    assert with_shorter_lists(alone) == alone
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])

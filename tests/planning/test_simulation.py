@@ -103,7 +103,7 @@ def test_simulated_float8_needs_what_real_float8_needs(plan: str) -> None:
 def test_products_of_gpus_have_the_rate_of_their_format(plan: str, format_name: str) -> None:
     run = replace(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), on_gpus=True)
     (profiles,) = run_on_ranks(1, simulated, run, joins=False)
-    assert {dtype_name(kind) for kind in profiles[0].work() if kind.name == "_scaled_mm_v2"} == {format_name}
+    assert {dtype_name(kind) for kind in profiles[0].work() if kind.name == "_scaled_mm"} == {format_name}
 
 
 def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:

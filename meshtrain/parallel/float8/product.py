@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType
 
+from meshtrain.compat.operators import scaled_product
 from meshtrain.config.plan import Float8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -93,24 +94,26 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        of_x, of_weight = _cast(_padded(x, recipe), E4M3, recipe), _cast(weight, E4M3, recipe)
+        scales = (of_x.scales, of_weight.scales) if recipe.scaling is ScalingType.TensorWise else (None, None)
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, *scales)
         ctx.recipe, ctx.num_tokens = recipe, x.shape[0]
-        y = _multiply(_cast(_padded(x, recipe), E4M3, recipe), _cast(weight, E4M3, recipe), recipe, is_fast=True)
-        return y[: x.shape[0]]
+        return _multiply(of_x, of_weight, recipe, is_fast=True)[: x.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight, scale_of_x, scale_of_weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         recipe = ctx.recipe
         gradient = _padded(gradient, recipe)
+        of_gradient = _cast(gradient, recipe.gradients, recipe) if needs_x else None
         of_x = of_weight = None
-        if needs_x:
-            of_x = _multiply(_cast(gradient, recipe.gradients, recipe), _cast(weight.T, E4M3, recipe), recipe)
-            of_x = of_x[: ctx.num_tokens]
+        if of_gradient is not None:
+            of_x = _multiply(of_gradient, _cast(weight.T, E4M3, recipe, scale_of_weight), recipe)[: ctx.num_tokens]
         if needs_weight:
-            columns = _cast(_padded(x, recipe).T, E4M3, recipe)
-            of_weight = _multiply(_cast(gradient.T, recipe.gradients, recipe), columns, recipe)
+            known = of_gradient.scales if of_gradient is not None and scale_of_x is not None else None
+            rows = _cast(gradient.T, recipe.gradients, recipe, known)
+            of_weight = _multiply(rows, _cast(_padded(x, recipe).T, E4M3, recipe, scale_of_x), recipe)
         return of_x, of_weight, None
 
 
@@ -133,15 +136,25 @@ def _padded(matrix: Tensor, recipe: Recipe) -> Tensor:
     return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
 
-def _cast(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> _Scaled:
-    """Return a matrix in float8, with the largest values near the end of its range."""
+def _cast(matrix: Tensor, dtype: torch.dtype, recipe: Recipe, scales: Tensor | None = None) -> _Scaled:
+    """Return a matrix in float8, with the largest values near the end of its range.
+
+    Args:
+        matrix: (rows, columns).
+        dtype: of the values.
+        recipe: what has a scale.
+        scales: if they are known.
+    """
     is_by_block = recipe.scaling is ScalingType.BlockWise1x32
     rows = matrix.reshape(matrix.shape[0], -1, BLOCK) if is_by_block else matrix
-    sizes = rows.abs()
-    largest = (sizes.amax() if recipe.scaling is ScalingType.TensorWise else sizes.amax(-1, keepdim=True)).float()
-    factors = scale_for(largest, dtype)
+    if scales is None:
+        sizes = rows.abs()
+        largest = sizes.amax() if recipe.scaling is ScalingType.TensorWise else sizes.amax(-1, keepdim=True)
+        factors = scale_for(largest.float(), dtype)
+        scales = factors.reciprocal()
+    else:
+        factors = scales.reciprocal()
     values = (rows * factors.to(matrix.dtype)).to(dtype).contiguous().view(matrix.shape)
-    scales = factors.reciprocal()
     return _Scaled(values, scales.squeeze(-1) if is_by_block else scales)
 
 
@@ -170,24 +183,14 @@ def _multiply(first: _Scaled, second: _Scaled, recipe: Recipe, *, is_fast: bool 
     """
     if first.values.device.type == "cpu" and not _as_on_gpus:
         return _exact_values(first, recipe) @ _exact_values(second, recipe).T
-    scaling, swizzle = recipe.scaling, None
     of_first, of_second = first.scales, second.scales
-    if scaling is ScalingType.RowWise:
+    if recipe.scaling is ScalingType.RowWise:
         of_second = of_second.T.contiguous()
-    elif scaling is ScalingType.BlockWise1x32:
-        of_first, of_second, swizzle = _swizzled(of_first), _swizzled(of_second), SwizzleType.SWIZZLE_32_4_4
-    return F.scaled_mm(
-        first.values,
-        second.values.T,
-        of_first,
-        scaling,
-        of_second,
-        scaling,
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=is_fast and scaling is not ScalingType.BlockWise1x32,
-    )
+    elif recipe.scaling is ScalingType.BlockWise1x32:
+        of_first, of_second = _swizzled(of_first), _swizzled(of_second)
+        # The kernel for blocks has no such choice.
+        is_fast = False
+    return scaled_product(first.values, second.values.T, (of_first, of_second), is_fast=is_fast)
 
 
 def _exact_values(matrix: _Scaled, recipe: Recipe) -> Tensor:

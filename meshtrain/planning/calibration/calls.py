@@ -1,7 +1,8 @@
 """The operators of a run, with the shapes of what they are called with."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshtrain.planning.simulation.recorder import Recorder, Work
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.rates import operator_key, operator_size
 
-# Larger calls would take too long, and too much memory.
+# Larger calls would take too long, and too much memory. Of lists of tensors, some are enough.
 LARGEST_BYTES = 2**30
 # Sizes of each operator that are measured.
 SIZES = 6
@@ -69,9 +70,10 @@ class CallRecorder(Recorder):
         """Count an operator, and keep the call."""
         super().count(work, func, args, kwargs)
         key, size = operator_key(work), operator_size(work)
-        if (key, size) not in self.calls and 0 < work.num_bytes <= LARGEST_BYTES:
+        if (key, size) not in self.calls and work.num_bytes > 0:
             shapes = _without_values(list(args)), _without_values(kwargs)
-            self.calls[key, size] = Call(full_name_of(func), key, size, work.num_bytes, tuple(shapes[0]), shapes[1])
+            call = Call(full_name_of(func), key, size, work.num_bytes, tuple(shapes[0]), shapes[1])
+            self.calls[key, size] = call if work.num_bytes <= LARGEST_BYTES else with_shorter_lists(call)
 
 
 def record_calls(runs: Sequence[SimulatedRun]) -> list[Call]:
@@ -79,10 +81,11 @@ def record_calls(runs: Sequence[SimulatedRun]) -> list[Call]:
     found: dict[tuple[str, int], Call] = {}
     for run in runs:
         found |= record_rank(run, 0, CallRecorder).calls
-    by_key: dict[str, list[Call]] = {}
+    by_key: dict[str, dict[int, Call]] = {}
     for call in found.values():
-        by_key.setdefault(call.key, []).append(call)
-    return [call for calls in by_key.values() for call in _spread(sorted(calls, key=lambda call: call.size))]
+        if 0 < call.num_bytes <= LARGEST_BYTES:
+            by_key.setdefault(call.key, {})[call.size] = call
+    return [call for calls in by_key.values() for call in _spread([calls[size] for size in sorted(calls)])]
 
 
 def _spread(calls: Sequence[Call]) -> Iterable[Call]:
@@ -90,6 +93,39 @@ def _spread(calls: Sequence[Call]) -> Iterable[Call]:
     if len(calls) <= SIZES:
         return calls
     return [calls[round(index * (len(calls) - 1) / (SIZES - 1))] for index in range(SIZES)]
+
+
+def with_shorter_lists(call: Call) -> Call:
+    """Return a call with those of its lists of tensors that fit into `LARGEST_BYTES`.
+
+    An optimizer updates all parameters in one call. Its time follows from that of many parameters,
+    but not from that of few, for which a GPU mostly waits.
+    """
+    lists = [value for value in (*call.args, *call.kwargs.values()) if _is_list_of_tensors(value)]
+    if not lists:
+        return call
+    sizes = [math.prod(tensor.shape) for tensor in lists[0]]
+    allowed, chosen = LARGEST_BYTES / call.num_bytes * sum(sizes), []
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if (allowed := allowed - sizes[index]) < 0:
+            break
+        chosen.append(index)
+    share = sum(sizes[index] for index in chosen) / sum(sizes)
+
+    def shorter(value: Any) -> Any:
+        return type(value)(value[index] for index in chosen) if _is_list_of_tensors(value) else value
+
+    return replace(
+        call,
+        size=int(share * call.size),
+        num_bytes=int(share * call.num_bytes),
+        args=tuple(map(shorter, call.args)),
+        kwargs={name: shorter(value) for name, value in call.kwargs.items()},
+    )
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, TensorShape) for item in value)
 
 
 def _without_values(value: Any) -> Any:
