@@ -23,4 +23,5 @@ peft.py            objects of peft
 schedules.py       torch's pipeline schedules
 transformers.py    models, classes and configurations of transformers
 varlen.py          torch's attention of sequences of different lengths
+weight_readers.py  which weights a class reads itself, by its source
 """

@@ -73,6 +73,14 @@ Holds: torch 2.11 to 2.13.
 """
 
 
+HOOK = "_record_function_enter_new"
+"""The name of the operator with which FSDP2 begins each piece of its hooks.
+
+Why: FSDP2 marks these pieces for profilers, so a simulation sees how many there are.
+Holds: torch 2.11 to 2.13.
+"""
+
+
 def attention_of_cpu(full_name: str) -> str | None:
     """Return which pass an operator of attention that exists on a CPU only does, by its full name.
 

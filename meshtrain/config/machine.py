@@ -46,6 +46,9 @@ class SpeedConfig(Settings):
     operator_seconds: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
     """Time that the host needs to start one operator, in seconds. An accelerator cannot be faster
     than that; on a CPU it is added."""
+    hook_seconds: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+    """Time that the host needs for one piece of FSDP2's hooks besides its operators, in seconds. A
+    layer has some ten of them for each microbatch."""
     peak_tflops: dict[str, Positive]
     """Number format -> highest rate of matrix products, in 10^12 operations per second. MFU is
     relative to it."""

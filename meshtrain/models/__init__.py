@@ -27,7 +27,6 @@ tiny: tiny configurations of a model class that still have every part of it.
 tiny_sizes: the sizes of tiny configurations.
 undeclared: configuration values that transformers uses without declaring them.
 values: a check of configuration values.
-weight_readers: which weights a class reads itself.
 weights: pretrained weights from safetensors files.
 whole: multimodal models, of which only the language half is trained.
 """

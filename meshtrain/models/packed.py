@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from meshtrain.compat.weight_readers import weights_read_by
 from meshtrain.errors import Problem
 from meshtrain.models.adapters import stock_name
 from meshtrain.models.layout import local_tensor
-from meshtrain.models.weight_readers import weights_read_by
 
 BLOCK = 64
 _CODE_BYTES = BLOCK // 2

@@ -28,6 +28,8 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
 # The end of the names of standard errors, as lm_eval documents them.
 OF_RESULTS = {"_stderr"}
+# The end of the names of states of our own optimizer.
+OF_STATES = {"_scale"}
 METHODS = {
     name
     for kind in (nn.Module, PreTrainedModel)
@@ -112,7 +114,7 @@ def begins_private(name: ast.expr) -> bool:
 def private_uses(text: str) -> Iterator[str]:
     """Yield the private uses in a file."""
     tree = ast.parse(text)
-    own, documents, theirs = own_names(tree) | OF_PYTHON | OF_RESULTS, docstrings(tree), library_names(tree)
+    own, documents, theirs = own_names(tree) | OF_PYTHON | OF_RESULTS | OF_STATES, docstrings(tree), library_names(tree)
 
     def replaces(owner: ast.expr, name: str) -> bool:
         is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")

@@ -29,6 +29,7 @@ CONSTANTS: dict[str, Any] = {
     "processes_per_host": 4,
     "is_asynchronous": False,
     "operator_seconds": 0.0,
+    "hook_seconds": 0.0,
     "peak_tflops": {"float32": 1.0},
     "matmul_efficiency": [(1.0, 1.0)],
     "attention_efficiency": [(1.0, 0.5)],
@@ -156,6 +157,12 @@ def test_host_starts_operators_beside_a_gpu_and_before_a_cpu() -> None:
     assert rates(operator_seconds=0.9, **gpu).compute_seconds(Counter(dict.fromkeys(two, 1))) == pytest.approx(1.0)
     tiny = Counter({Work("add", torch.float32, 0, 1, None): 4})
     assert rates(operator_seconds=0.5, **gpu).compute_seconds(tiny) == pytest.approx(2.0), "the host is slower"
+
+
+def test_host_needs_time_for_the_hooks_of_fsdp() -> None:
+    hooks = Counter({Work("_record_function_enter_new", None, 0, 0, None): 3})
+    assert rates(operator_seconds=0.5).compute_seconds(hooks) == pytest.approx(1.5)
+    assert rates(operator_seconds=0.5, hook_seconds=1.0).compute_seconds(hooks) == pytest.approx(4.5)
 
 
 def test_messages_between_hosts_leave_through_all_cards_of_a_group() -> None:

@@ -51,6 +51,7 @@ SPEED = """
 processes_per_host = 2
 is_asynchronous = false
 operator_seconds = 1.0
+hook_seconds = 0.0
 peak_tflops = { float64 = 1.0 }
 matmul_efficiency = [[1e6, 0.5]]
 attention_efficiency = [[1e6, 0.5]]

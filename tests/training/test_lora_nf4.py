@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
+from meshtrain.compat.weight_readers import weights_read_by
 from meshtrain.config.lora import LoraConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.optimizer import OptimizerConfig
@@ -19,7 +20,6 @@ from meshtrain.errors import CheckpointError, ConfigError
 from meshtrain.inference.lora import export
 from meshtrain.inference.prompts import Decoding, generate_texts
 from meshtrain.models.packed import LEVELS, blocks_of, pack, packed_projections, packed_width, unpack
-from meshtrain.models.weight_readers import weights_read_by
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.pipeline import full_tensor

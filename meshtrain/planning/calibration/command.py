@@ -1,16 +1,18 @@
 """Measure the machine at hand, and write its description."""
 
+import math
 import os
 import platform
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshtrain import console
+from meshtrain.compat.fake import HOOK
 from meshtrain.config.batch_ramp import NO_RAMP
 from meshtrain.config.machine import MachineConfig, SpeedConfig
 from meshtrain.config.run import RunConfig
@@ -26,7 +28,7 @@ from meshtrain.planning.calibration.operators import (
     measure_products,
     seconds_of,
 )
-from meshtrain.planning.calibration.overhead import operator_overhead
+from meshtrain.planning.calibration.overhead import host_overhead
 from meshtrain.planning.machine import GIB
 from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.simulation.rank import simulate_rank
@@ -55,6 +57,18 @@ _LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 
 
+class TinyRun(NamedTuple):
+    """A run that waits for the host.
+
+    Attributes:
+        run: with operators so small that the host determines how long they take.
+        work: of its step.
+    """
+
+    run: SimulatedRun
+    work: Counter[Work]
+
+
 @dataclass(frozen=True)
 class Workload:
     """What is measured.
@@ -62,12 +76,12 @@ class Workload:
     Attributes:
         calls: of operators.
         tiny: a run that shows what operators cost besides their work.
-        tiny_work: of its step.
+        tiny_sharded: a run that shows what the hooks of FSDP2 cost besides their operators.
     """
 
     calls: list[Call]
-    tiny: SimulatedRun
-    tiny_work: Counter[Work]
+    tiny: TinyRun
+    tiny_sharded: TinyRun
 
 
 def calibrate(file: Path, config: RunConfig | None) -> None:
@@ -93,9 +107,16 @@ def calibrate(file: Path, config: RunConfig | None) -> None:
 def _workload(config: RunConfig | None) -> Workload:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runs = _other_runs(device) if config is None else [_of_run(config, size) for size in (1, config.micro_batch_size)]
-    tiny = _simulated({"type": "llama", "config": _TINY}, 1, 16, {"dp_replicate": world_size_from_environment()})
-    profile = simulate_rank(tiny, 0)
-    return Workload(record_calls([tiny, *runs]), tiny, profile.work())
+    number = world_size_from_environment()
+    # On one process, FSDP2 has work only if it converts number formats.
+    sharded = _tiny({"dp_shard": number}, "float32" if number > 1 else "bfloat16")
+    tiny = _tiny({"dp_replicate": number}, "float32")
+    return Workload(record_calls([tiny.run, sharded.run, *runs]), tiny, sharded)
+
+
+def _tiny(mesh: dict[str, int], compute: str) -> TinyRun:
+    run = _simulated({"type": "llama", "config": _TINY}, 1, 16, mesh, compute)
+    return TinyRun(run, simulate_rank(run, 0).work())
 
 
 def _of_run(config: RunConfig, micro_batch_size: int) -> SimulatedRun:
@@ -134,7 +155,7 @@ def _simulated(
         {
             "run_directory": "calibration",
             "steps": 1,
-            "global_batch_size": 4 * rows * mesh.get("dp_replicate", 1),
+            "global_batch_size": 4 * rows * math.prod(mesh.values()),
             "micro_batch_size": rows,
             "model": model,
             "data": {"sequence_length": length, "tokenizer": {"vocab_size": 300}},
@@ -142,7 +163,7 @@ def _simulated(
             "plan": {"mesh": {"dp_shard": 1} | mesh, "precision": {"compute": compute}},
         }
     )
-    return simulated_run(resolve_run(config, mesh.get("dp_replicate", 1)), on_gpus=torch.cuda.is_available())
+    return simulated_run(resolve_run(config, math.prod(mesh.values())), on_gpus=torch.cuda.is_available())
 
 
 def _measure(workload: Workload, device: torch.device) -> MachineConfig:
@@ -159,6 +180,7 @@ def _measure(workload: Workload, device: torch.device) -> MachineConfig:
         processes_per_host=local_world_size_from_environment(),
         is_asynchronous=device.type == "cuda",
         operator_seconds=0.0,
+        hook_seconds=0.0,
         peak_tflops=peaks,
         matmul_efficiency=_relative(products[getattr(torch, best)], peaks[best]),
         attention_efficiency=_relative(attention, peaks[best]),
@@ -170,12 +192,29 @@ def _measure(workload: Workload, device: torch.device) -> MachineConfig:
         operators=operators,
         messages=messages,
     )
-    rates = Rates(speed, workload.tiny.plan.mesh)
-    computed = Counter({work: number for work, number in workload.tiny_work.items() if work.axis is None})
-    sent = sum(rates.message_seconds(work) * n for work, n in workload.tiny_work.items() if work.axis is not None)
-    known = rates.compute_seconds(computed) + sent
-    overhead = operator_overhead(workload.tiny, device, known, sum(computed.values()))
-    return _described(speed.model_copy(update={"operator_seconds": overhead}), device)
+    for name, tiny, counts in (
+        ("operator_seconds", workload.tiny, _is_computed),
+        ("hook_seconds", workload.tiny_sharded, _is_hook),
+    ):
+        number = sum(number for work, number in tiny.work.items() if counts(work))
+        overhead = host_overhead(tiny.run, device, _known_seconds(tiny, speed), number)
+        speed = speed.model_copy(update={name: overhead})
+    return _described(speed, device)
+
+
+def _is_computed(work: Work) -> bool:
+    return work.axis is None
+
+
+def _is_hook(work: Work) -> bool:
+    return work.name == HOOK
+
+
+def _known_seconds(tiny: TinyRun, speed: SpeedConfig) -> float:
+    rates = Rates(speed, tiny.run.plan.mesh)
+    computed = Counter({work: number for work, number in tiny.work.items() if _is_computed(work)})
+    sent = sum(rates.message_seconds(work) * number for work, number in tiny.work.items() if not _is_computed(work))
+    return rates.compute_seconds(computed) + sent
 
 
 def _copies(device: torch.device) -> list[Point]:

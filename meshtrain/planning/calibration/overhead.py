@@ -57,14 +57,14 @@ def measure_steps(run: SimulatedRun, device: torch.device, number: int, warm_up:
     return slowest.tolist()
 
 
-def operator_overhead(run: SimulatedRun, device: torch.device, known_seconds: float, num_operators: int) -> float:
-    """Return the seconds on the host for each operator of a small run. Collective.
+def host_overhead(run: SimulatedRun, device: torch.device, known_seconds: float, number: int) -> float:
+    """Return the seconds on the host of one thing that a small run does. Collective.
 
     Args:
         run: with operators so small that the host determines how long they take.
         device: that computes.
-        known_seconds: of its operators and messages.
-        num_operators: of its step.
+        known_seconds: what all else takes.
+        number: of such things in its step.
     """
     median = statistics.median(measure_steps(run, device, STEPS))
-    return max(0.0, median - known_seconds) / num_operators
+    return max(0.0, median - known_seconds) / number

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from meshtrain.compat.fake import ATTENTION, message_kind
+from meshtrain.compat.fake import ATTENTION, HOOK, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
 from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
@@ -49,7 +49,8 @@ class Rates:
         device = sum(
             self._operator_seconds(kind, on_host=on_host and not kind.flops) * number for kind, number in work.items()
         )
-        host = self._speed.operator_seconds * sum(work.values())
+        hooks = sum(number for kind, number in work.items() if kind.name == HOOK)
+        host = self._speed.operator_seconds * sum(work.values()) + self._speed.hook_seconds * hooks
         return max(device, host) if self.is_asynchronous else device + host
 
     def message_seconds(self, message: Work) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshtrain import console
+from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.config.mesh import DATA_AXES, PP
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.samples.dataset import Dataset
@@ -32,7 +33,7 @@ from meshtrain.training.self_check import stock_checksum
 
 TRAIN, VALIDATION = "train", "validation"
 FILE_NAME = "log_probabilities.npz"
-_NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "transformers_version"}
+_NOT_OF_THE_MODEL = {PATH_KEY, "architectures", "transformers_version"}
 Reference = Mapping[str, np.ndarray]
 """Part of the data -> (samples, 2) float64 log-probabilities, as `ReferencedSamples` has them."""
 

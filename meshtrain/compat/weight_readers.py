@@ -15,8 +15,10 @@ _HARMLESS = ("dtype", "device")
 def weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of the modules of a class whose weights its code reads.
 
-    Its source is read, because some code runs only on a GPU, or with a package that is installed
-    there. An example is `self.dt_proj.weight @ time_step` of Mamba.
+    Why: no class declares it, and a tiny copy shows only what runs on a CPU. Some code runs only on
+    a GPU, or with a package that is installed there, such as `self.dt_proj.weight @ time_step` of
+    Mamba. So the source is read.
+    Holds: transformers 5.17 to 5.23.
     """
     # What this package mixes in has no source of its own, and torch's classes read their own.
     bases = [it for it in kind.__mro__ if it.__module__.partition(".")[0] not in ("builtins", "meshtrain", "torch")]
