@@ -76,7 +76,8 @@ Holds: torch 2.11 to 2.13.
 HOOK = "_record_function_enter_new"
 """The name of the operator with which FSDP2 begins each piece of its hooks.
 
-Why: FSDP2 marks these pieces for profilers, so a simulation sees how many there are.
+Why: FSDP2 marks these pieces for profilers, so a simulation sees how many there are. So do the
+few calls of an optimizer, which count as well.
 Holds: torch 2.11 to 2.13.
 """
 

@@ -59,8 +59,12 @@ def test_an_update_of_all_parameters_is_timed_with_some_of_them() -> None:
     half = replace(call, size=2**31, num_bytes=2**31)
     assert with_shorter_lists(half).args == ([shapes[1], shapes[2]], 2.0)
     assert with_shorter_lists(half).size == with_shorter_lists(half).num_bytes == 3 * 2**31 // 7
-    alone = replace(call, args=(shapes[0], 2.0))
-    assert with_shorter_lists(alone) == alone
+    for other in (
+        replace(call, args=(shapes[0], 2.0)),
+        replace(call, args=([shapes[0], TensorShape((1, 2), (2, 1), torch.float32)], 2.0)),
+        replace(call, operator="fsdp.split_with_sizes_copy.default", key="split_with_sizes_copy float32"),
+    ):
+        assert with_shorter_lists(other) == other
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])

@@ -99,8 +99,11 @@ def with_shorter_lists(call: Call) -> Call:
     """Return a call with those of its lists of tensors that fit into `LARGEST_BYTES`.
 
     An optimizer updates all parameters in one call. Its time follows from that of many parameters,
-    but not from that of few, for which a GPU mostly waits.
+    but not from that of few, for which a GPU mostly waits. Other operators with lists have
+    arguments that belong to the whole lists, so their calls stay as they are.
     """
+    if not call.key.startswith(("_foreach_", "_fused_")):
+        return call
     lists = [value for value in (*call.args, *call.kwargs.values()) if _is_list_of_tensors(value)]
     if not lists:
         return call
@@ -111,6 +114,9 @@ def with_shorter_lists(call: Call) -> Call:
             break
         chosen.append(index)
     share = sum(sizes[index] for index in chosen) / sum(sizes)
+    if share * call.num_bytes < LARGEST_BYTES / 8:
+        # The others are too large, and these few would tell little.
+        return call
 
     def shorter(value: Any) -> Any:
         return type(value)(value[index] for index in chosen) if _is_list_of_tensors(value) else value

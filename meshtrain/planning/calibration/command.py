@@ -214,7 +214,9 @@ def _known_seconds(tiny: TinyRun, speed: SpeedConfig) -> float:
     rates = Rates(speed, tiny.run.plan.mesh)
     computed = Counter({work: number for work, number in tiny.work.items() if _is_computed(work)})
     sent = sum(rates.message_seconds(work) * number for work, number in tiny.work.items() if not _is_computed(work))
-    return rates.compute_seconds(computed) + sent
+    seconds = rates.compute_seconds(computed)
+    # On a GPU, messages travel while the host goes on.
+    return max(seconds, sent) if speed.is_asynchronous else seconds + sent
 
 
 def _copies(device: torch.device) -> list[Point]:
