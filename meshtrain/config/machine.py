@@ -5,11 +5,17 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from meshtrain.config.settings import Count, Fraction, Positive, Settings
+from meshtrain.config.settings import REMEDY, Count, Fraction, Positive, Settings
 from meshtrain.errors import ConfigError
 
 NotNegativeNumber = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
 Number = Annotated[float, Field(gt=0.0, le=1e24, allow_inf_nan=False)]
+
+# No datasheet has it.
+HostSeconds = Annotated[
+    float,
+    Field(ge=0.0, le=1.0, allow_inf_nan=False, json_schema_extra={REMEDY: "measure it: meshtrain calibrate FILE"}),
+]
 
 
 def _ascending(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -43,10 +49,10 @@ class SpeedConfig(Settings):
     is_asynchronous: bool
     """Whether the host goes on while the accelerator computes, and messages travel at the same
     time. True for GPUs, False for a CPU."""
-    operator_seconds: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+    operator_seconds: HostSeconds
     """Time that the host needs to start one operator, in seconds. An accelerator cannot be faster
     than that; on a CPU it is added."""
-    hook_seconds: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+    hook_seconds: HostSeconds
     """Time that the host needs for one piece of FSDP2's hooks besides its operators, in seconds. A
     layer has some ten of them for each microbatch."""
     peak_tflops: dict[str, Positive]

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshtrain.config.schema import Schema, choices, expectation, keys_of, subschema
+from meshtrain.config.settings import REMEDY
 from meshtrain.config.tables import Key, Setting, SettingSource, Table, leaves, walk
 from meshtrain.errors import ConfigError, Problem, printable
 
@@ -123,7 +124,8 @@ class Explainer:
     def _missing(self, key: Key) -> Problem:
         part = subschema(self._schema, key)
         assert part is not None
-        return problem(self._asked, key, "missing", f"expected {expectation(part)}")
+        remedy = f"; {part[REMEDY]}" if REMEDY in part else ""
+        return problem(self._asked, key, "missing", f"expected {expectation(part)}{remedy}")
 
     def _unknown_key(self, key: Key, node: Table | Setting) -> Problem:
         source = self._source(node)

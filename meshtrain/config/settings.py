@@ -16,6 +16,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, le=1e8, allow_inf_nan=False)]
 
+REMEDY = "remedy"
+"""Key in the schema of a setting: what to do if it is missing."""
+
 
 class Settings(BaseModel):
     """A table of a TOML file: frozen, no unknown keys, a docstring under each field.

@@ -23,6 +23,11 @@ from tests.profiling.test_prediction import SPEED, machine_file
         ("[[1e6, 10]]", "[[1e6, -10]]", "pairs of numbers above 0, found [[1000000.0, -10]]"),
         ("gb_per_second = 1,", "gb_per_second = -1,", "speed.within_host.gb_per_second"),
         ("operator_seconds = 1.0\n", "", "speed.operator_seconds: missing"),
+        (
+            "hook_seconds = 0.0\n",
+            "",
+            "speed.hook_seconds: missing; expected a number from 0 to 1; measure it: meshtrain calibrate FILE",
+        ),
     ],
 )
 def test_description_with_a_mistake_is_refused(found: str, changed: str, message: str, tmp_path: Path) -> None:
