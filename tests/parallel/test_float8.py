@@ -84,6 +84,38 @@ def test_blocks_have_scales_of_their_own() -> None:
     assert torch.equal(float8_linear(RECIPES["rowwise"], x, weight), torch.zeros(32, 32).bfloat16())
 
 
+@recipes
+@pytest.mark.parametrize("frozen", [0, 1], ids=["input", "weight"])
+def test_gradient_of_one_factor_is_that_beside_the_other(recipe: Recipe, frozen: int) -> None:
+    stream = torch.Generator().manual_seed(0)
+    values = [torch.randn(64, 32, generator=stream).bfloat16() for _ in range(2)]
+    together = [it.clone().requires_grad_() for it in values]
+    alone = [it.clone().requires_grad_(index != frozen) for index, it in enumerate(values)]
+    for x, weight in (together, alone):
+        (float8_linear(recipe, x, weight) ** 2).sum().backward()
+    assert alone[frozen].grad is None
+    assert alone[1 - frozen].grad is not None
+    assert torch.equal(alone[1 - frozen].grad, together[1 - frozen].grad)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_a_product_is_compiled_as_one_graph(name: Float8Recipe) -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return float8_linear(RECIPES[name], x, weight)
+
+    stream = torch.Generator().manual_seed(0)
+    values = [torch.randn(64, 32, generator=stream).bfloat16() for _ in range(2)]
+    found = []
+    with products_as_on_gpus():
+        for function in (product, torch.compile(product, backend="aot_eager", fullgraph=True)):
+            leaves = [it.clone().requires_grad_() for it in values]
+            y = function(*leaves)
+            y.sum().backward()
+            found.append([y, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_no_value_of_a_block_is_cut_off() -> None:
     # 508 is above the largest value 448 of e4m3, and half of it is not.
     x = torch.full((32, 32), 508.0).bfloat16()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from meshtrain.compat.fake import HOOK
 from meshtrain.config.distillation import DistillationConfig
 from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig
@@ -104,6 +105,18 @@ def test_products_of_gpus_have_the_rate_of_their_format(plan: str, format_name: 
     run = replace(make_run("llama", PLANS[plan], microbatches=2, values=SMALL), on_gpus=True)
     (profiles,) = run_on_ranks(1, simulated, run, joins=False)
     assert {dtype_name(kind) for kind in profiles[0].work() if kind.name == "_scaled_mm"} == {format_name}
+
+
+def hooks_of(plan: str) -> int:
+    run = make_run("llama", PLANS[plan], microbatches=2, values=SMALL)
+    profiles = run_on_ranks(1, simulated, run, joins=False)[0]
+    return sum(number for kind, number in profiles[0].work().items() if kind.name == HOOK)
+
+
+def test_a_simulation_sees_the_hooks_of_fsdp() -> None:
+    assert hooks_of("one process") == 2, "those of the optimizer"
+    # Three layers and the rest have several in each of two forward and two backward passes.
+    assert hooks_of("fsdp") > 2 * 4 * 4
 
 
 def test_simulated_moments_in_bfloat16_need_what_real_ones_need() -> None:
