@@ -30,4 +30,5 @@ Files and memory:
 - `disk`: flush files to the disk.
 - `digest`: short hashes that compare tensors across processes.
 - `garbage_collection`: run Python's garbage collector rarely.
+- `host_memory`: keep the memory of tensors that are freed.
 """

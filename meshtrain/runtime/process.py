@@ -31,6 +31,7 @@ from meshtrain.runtime.environment import (
 )
 from meshtrain.runtime.flight_recorder import RECORDER_SIZE, switch_on_recorder
 from meshtrain.runtime.guard import Guard
+from meshtrain.runtime.host_memory import keep_freed_memory
 from meshtrain.runtime.hosts import GLOO_INTERFACE, check_hosts
 from meshtrain.runtime.lifetime import end_with_torchrun
 from meshtrain.runtime.signals import StopRequest, catch_stop_signals, crashes_reported, report_crashes
@@ -249,6 +250,8 @@ def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
     report_crashes()
     end_with_torchrun()
     device = _device()
+    if device.type == "cpu":
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = open_store(seconds, start) if is_launched() else dist.HashStore()
     check_hosts(store, seconds)

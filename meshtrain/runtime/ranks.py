@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from meshtrain.runtime.failure import has_echo
 from meshtrain.runtime.fork_server import CONTEXT
+from meshtrain.runtime.host_memory import keep_freed_memory
 from meshtrain.runtime.lifetime import die_with_parent
 from meshtrain.runtime.signals import report_crashes
 
@@ -59,6 +60,7 @@ def _run_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Ca
     die_with_parent()
     os.environ.update(environment)
     report_crashes()
+    keep_freed_memory()
     # Objects that the fork server has imported are kept out of garbage collection. Collecting them
     # would copy their pages, which takes a tenth of a second each time.
     gc.freeze()

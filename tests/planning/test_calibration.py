@@ -23,6 +23,7 @@ from meshtrain.planning.calibration.calls import (
 from meshtrain.planning.calibration.gpu_calls import attention_on_gpu, call_on_gpu
 from meshtrain.planning.calibration.messages import link_of
 from meshtrain.planning.calibration.operators import measure_operators
+from meshtrain.runtime.process import process_group
 from tests.planning.cases import PLANS, make_run
 from tests.ranks import run_on_ranks
 
@@ -31,7 +32,8 @@ CPU = torch.device("cpu")
 
 def calls_that_ran(model_type: str) -> list[tuple[Call, float]]:
     calls = record_calls([make_run(model_type, PLANS["one process"], microbatches=1)])
-    points, others = measure_operators(calls, CPU)
+    with process_group() as device:
+        points, others = measure_operators(calls, device)
     assert not others
     return [(call, dict(points[call.key])[float(call.size)]) for call in calls]
 

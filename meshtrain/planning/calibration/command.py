@@ -44,13 +44,9 @@ from meshtrain.training.resolve import resolve_run
 # each kind, the sequences of a microbatch and the tokens of a sequence.
 _HIDDEN = {"cpu": 512, "cuda": 2048}
 _BATCHES = {"cpu": ((1, 128), (2, 256), (4, 512)), "cuda": ((1, 512), (2, 1024), (4, 2048))}
-_TINY = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-}
+# Hidden size and tokens of the runs that show what the host takes. A GPU then waits for the host.
+# On a CPU the operators leave little in its caches for the host, as larger ones do.
+_TINY = {"cpu": (128, 64), "cuda": (32, 16)}
 _WIDTHS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 # A CPU has no instructions for float16.
@@ -109,13 +105,15 @@ def _workload(config: RunConfig | None) -> Workload:
     runs = _other_runs(device) if config is None else [_of_run(config, size) for size in (1, config.micro_batch_size)]
     number = world_size_from_environment()
     # On one process, FSDP2 has work only if it converts number formats.
-    sharded = _tiny({"dp_shard": number}, "float32" if number > 1 else "bfloat16")
-    tiny = _tiny({"dp_replicate": number}, "float32")
+    sharded = _tiny(device, {"dp_shard": number}, "float32" if number > 1 else "bfloat16")
+    tiny = _tiny(device, {"dp_replicate": number}, "float32")
     return Workload(record_calls([tiny.run, sharded.run, *runs]), tiny, sharded)
 
 
-def _tiny(mesh: dict[str, int], compute: str) -> TinyRun:
-    run = _simulated({"type": "llama", "config": _TINY}, 1, 16, mesh, compute)
+def _tiny(device: str, mesh: dict[str, int], compute: str) -> TinyRun:
+    hidden, length = _TINY[device]
+    llama = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2, "num_hidden_layers": 8}
+    run = _simulated({"type": "llama", "config": llama | {"vocab_size": 300}}, 1, length, mesh, compute)
     return TinyRun(run, simulate_rank(run, 0).work())
 
 

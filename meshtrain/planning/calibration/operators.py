@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from meshtrain.planning.calibration.calls import Call
 
@@ -45,7 +46,7 @@ def _synchronize(device: torch.device) -> None:
 
 @torch.no_grad()
 def measure_operators(calls: Sequence[Call], device: torch.device) -> tuple[dict[str, list[Point]], dict[str, str]]:
-    """Measure calls of operators.
+    """Measure calls of operators, each on all processes at the same time. Collective.
 
     Returns:
         Operator -> points [operations or bytes, seconds], ascending. And operator -> why this
@@ -54,6 +55,8 @@ def measure_operators(calls: Sequence[Call], device: torch.device) -> tuple[dict
     found: dict[str, list[Point]] = {}
     others: dict[str, str] = {}
     for call in calls:
+        # Processes on one CPU share its memory, and do the same at the same time in a step.
+        dist.barrier()
         try:
             seconds = seconds_of(_Rotation(call, device), device)
         except torch.OutOfMemoryError:
