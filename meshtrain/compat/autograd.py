@@ -1,5 +1,6 @@
 """Private parts of torch's autograd and dispatcher: operators, backward passes, tensor memory."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.fx.experimental import _config as fx_config
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T", bound=Tensor)
 
@@ -148,6 +150,26 @@ def memory_of(tensor: Tensor) -> int:
     Holds: torch 2.11 to 2.13.
     """
     return tensor.untyped_storage()._cdata
+
+
+def holders_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Return how many references there are to a tensor in Python and in C++, and to its memory.
+
+    Why: only these numbers tell whether anything else would see a change in place.
+    Holds: torch 2.11 to 2.13.
+    """
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), tensor._use_count(), memory  # type: ignore[attr-defined]
+
+
+def keeps_selected_results() -> bool:
+    """Return whether a selective recomputation stores results of chosen operators, or reads them.
+
+    Why: torch has no public way to ask.
+    Holds: torch 2.11 to 2.13.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

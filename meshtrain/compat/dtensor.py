@@ -1,6 +1,7 @@
 """torch's DTensor: the layouts of FSDP2 over tensor parallelism, and local parts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,36 @@ def local_part(tensor: DTensor) -> Tensor:
     Holds: torch 2.11 to 2.13.
     """
     return tensor._local_tensor
+
+
+class _LocalPart(torch.autograd.Function):
+    """The local part of a parameter. Its gradient gets the layout of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, full: DTensor) -> Tensor:
+        ctx.full_spec, local = full._spec, full._local_tensor
+        ctx.stride = local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        spec = ctx.full_spec
+        if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
+            # The gradient has a gradient itself, or another order in memory.
+            return DTensor.from_local(gradient, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+        return DTensor(gradient, spec, requires_grad=False)
+
+
+def local_in_graph(tensor: DTensor) -> Tensor:
+    """Return the part of a DTensor on this process, through which gradients flow back to it.
+
+    Why: `to_local` does the same, but its backward pass takes 0.2 ms on a CPU. With tensor
+    parallelism each parameter needs it in every microbatch, which is 1% of a step.
+    Holds: torch 2.11 to 2.13.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or any(it.is_partial() for it in tensor.placements):
+        return tensor.to_local()
+    return _LocalPart.apply(tensor)  # type: ignore[no-untyped-call]
 
 
 def tensor_like(local: Tensor, like: DTensor) -> DTensor:

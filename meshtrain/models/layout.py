@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from meshtrain.compat.dtensor import is_split_late, split, split_dim
+from meshtrain.compat.dtensor import is_split_late, local_in_graph, split, split_dim
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` that this process holds; a plain tensor is returned itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_in_graph(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def reduced_shape(shape: Sequence[int], dim: int) -> list[int]:

@@ -6,11 +6,13 @@ torch silently loses gradients.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshtrain.compat.autograd import holders_of, keeps_selected_results
 from meshtrain.compat.operators import collectives as operators
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
@@ -26,6 +28,43 @@ def scatter_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this process's part of the sum over all processes, without a gradient."""
     stacked = torch.cat(x.chunk(group.size(), dim))
     return operators.wait_tensor(operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over all processes, without a gradient."""
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def sum_result(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of a result that the caller has just computed, and that nobody else has seen.
+
+    It takes the place of `x` in memory, unless what computed `x` has kept it for a backward pass.
+    """
+    if _may_overwrite() and holders_of(x)[-1] == _ALONE[-1]:
+        return _sum_in_place(x, group)
+    return sum_over(x, group)
+
+
+def sum_gradient(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of a gradient in a backward pass.
+
+    It takes the place of the gradient in memory, if nothing else has a reference to that.
+    """
+    if _may_overwrite() and holders_of(gradient) == _ALONE:
+        return _sum_in_place(gradient, group)
+    return sum_over(gradient, group)
+
+
+def _may_overwrite() -> bool:
+    # A compiler plans memory itself, and a selective recomputation knows messages by their
+    # operator.
+    return not torch.compiler.is_compiling() and not keeps_selected_results()
+
+
+def _sum_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
+    if not x.is_contiguous():
+        return sum_over(x, group)
+    return operators.wait_tensor(operators.all_reduce_(x, "sum", group.group_name))
 
 
 class _Transposable(torch.autograd.Function):
@@ -65,3 +104,20 @@ def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Co
         return _apply(x, group, transposed, forward)
 
     return one, other
+
+
+def _holders_alone() -> tuple[int, int, int]:
+    """Return the references to a gradient in a backward pass that nothing else holds."""
+    found = []
+
+    def look(gradient: Tensor, group: ProcessGroup) -> Tensor:
+        found.append(holders_of(gradient))
+        return gradient
+
+    x = torch.zeros(1, requires_grad=True)
+    passed = _apply(x, cast(ProcessGroup, None), lambda x, group: x.view_as(x), look)
+    (2 * passed + 3 * passed).backward()
+    return found[0]
+
+
+_ALONE = _holders_alone()

@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshtrain.parallel.tensor.collectives import (
     copy_to_shards,
@@ -16,6 +18,7 @@ from meshtrain.parallel.tensor.collectives import (
     join_sequence,
     max_over_shards,
     reduce_from_shards,
+    reduce_result,
     scatter_sequence,
     shard_width,
     split_sequence,
@@ -63,6 +66,7 @@ class Collective:
 COLLECTIVES = {
     "copy_to_shards": Collective(copy_to_shards, "whole", "partial", same, summed),
     "reduce_from_shards": Collective(reduce_from_shards, "partial", "whole", summed, same),
+    "reduce_result": Collective(lambda x, group: reduce_result(x.clone(), group), "partial", "whole", summed, same),
     "gather_sequence": Collective(gather_sequence, "part", "partial", joined, parts_of_sum),
     "scatter_sequence": Collective(scatter_sequence, "partial", "part", parts_of_sum, joined),
     "split_sequence": Collective(split_sequence, "whole", "part", parts, joined),
@@ -145,3 +149,73 @@ def test_sum_and_maximum_without_gradients() -> None:
         assert total.tolist() == [6.0, -30.0, 18.0]
         assert largest.tolist() == [3.0, -5.0, 9.0]
         assert widths == [1, 2, 3, 34]
+
+
+def sums_of_results() -> None:
+    """Sum results in place, unless the backward pass needs them as they were."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.full((2, 3), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    weight = torch.eye(3, dtype=torch.float64)
+
+    fresh = F.linear(x, weight)
+    address = fresh.data_ptr()
+    total = reduce_result(fresh, group)
+    assert total.data_ptr() == address
+    assert total.eq(3).all()
+    # `exp` keeps its result for its backward pass.
+    (gradient,) = torch.autograd.grad(reduce_result(x.exp(), group).sum(), x)
+    torch.testing.assert_close(gradient, x.exp(), rtol=1e-12, atol=0)
+    # So does a selective recomputation, which must find the partial sums.
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    result = checkpoint(
+        lambda x: reduce_result(F.linear(x, weight), group).square(), x, use_reentrant=False, context_fn=keep
+    )
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    torch.testing.assert_close(gradient, torch.full_like(x, 2 * 3), rtol=1e-12, atol=0)
+
+
+def test_a_result_is_summed_in_place_unless_its_backward_pass_needs_it() -> None:
+    run_on_ranks(2, sums_of_results)
+
+
+def sums_of_gradients() -> None:
+    """Sum gradients in place, unless something else holds them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    first, second = (torch.full((2, 3), 1.0, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    addresses: list[int] = []
+    kept: list[Tensor] = []
+
+    def entered(x: Tensor) -> Tensor:
+        passed = copy_to_shards(x * 1.0, group)
+        passed.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+        return passed
+
+    # The gradient is a sum that was computed for this collective alone.
+    before = first * 1.0
+    before.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    passed = copy_to_shards(before, group)
+    passed.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    (passed * (1.0 + rank) + passed * 2.0).sum().backward()
+    assert first.grad is not None
+    assert first.grad.eq(7).all()
+    assert addresses[0] == addresses[1]
+    # An addition gives the same gradient to both of its inputs.
+    first.grad = None
+    ((entered(first) + entered(second)) * (1.0 + rank)).sum().backward()
+    assert first.grad.eq(3).all()
+    assert second.grad is not None
+    assert second.grad.eq(3).all()
+    # The hooks of a program keep gradients as they were.
+    first.grad = None
+    passed = entered(first)
+    passed.register_hook(kept.append)
+    passed.retain_grad()
+    (passed * (1.0 + rank) + passed * 2.0).sum().backward()
+    assert first.grad.eq(7).all()
+    assert kept[0].eq(3.0 + rank).all()
+    assert passed.grad is not None
+    assert passed.grad.eq(3.0 + rank).all()
+
+
+def test_a_gradient_is_summed_in_place_unless_something_else_holds_it() -> None:
+    run_on_ranks(2, sums_of_gradients)

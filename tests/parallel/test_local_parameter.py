@@ -198,3 +198,26 @@ def test_kernels_are_chosen_like_in_torch() -> None:
         optimizer = build("AdamW", options, [nn.Parameter(torch.zeros(2, device="cuda"))])
         choose_kernels(optimizer)
         assert optimizer.param_groups[0]["foreach"] is expected
+
+
+def gradients_through_local_parts() -> None:
+    """Compare the gradient of a parameter with the one that it gets through `to_local`."""
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        full = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [placement]))
+        factor = torch.randn_like(full.to_local())
+        for weight in (factor, factor.T.contiguous().T):
+            found, wanted = (
+                torch.autograd.grad((part * weight).square().sum(), full)[0]
+                for part in (local_tensor(full), full.to_local())
+            )
+            assert isinstance(found, torch.distributed.tensor.DTensor)
+            assert (found.placements, found.shape, found.stride()) == (wanted.placements, wanted.shape, wanted.stride())
+            torch.testing.assert_close(found.to_local(), wanted.to_local(), rtol=0, atol=0)
+        (gradient,) = torch.autograd.grad((local_tensor(full) ** 3).sum(), full, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.to_local().sum(), full)
+        torch.testing.assert_close(second.to_local(), 6 * full.detach().to_local())
+
+
+def test_the_gradient_of_a_local_part_has_the_layout_of_the_parameter() -> None:
+    run_on_ranks(2, gradients_through_local_parts)

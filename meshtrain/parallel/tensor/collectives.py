@@ -13,17 +13,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain.compat.operators import collectives as operators
-from meshtrain.parallel.transposable import Collective, gather_along, pair_of, scatter_along
+from meshtrain.parallel.transposable import (
+    Collective,
+    gather_along,
+    pair_of,
+    scatter_along,
+    sum_gradient,
+    sum_over,
+    sum_result,
+)
 
 SEQUENCE_DIM = 1
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
-
-
-def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -38,12 +42,19 @@ def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
 
-copy_to_shards, reduce_from_shards = pair_of(_identity, _all_reduce)
-"""Collectives for replicated hidden states.
+copy_to_shards, _ = pair_of(_identity, sum_gradient)
+"""Pass replicated hidden states (batch, seq, hidden) to a computation with a shard of the weights.
 
-`copy_to_shards` passes replicated (batch, seq, hidden) to a computation with a shard of the
-weights; its gradient is summed over the shards. `reduce_from_shards` turns partial sums into their
-replicated sum.
+The gradient is summed over the shards.
+"""
+
+_, reduce_from_shards = pair_of(_identity, sum_over)
+"""Turn partial sums (batch, seq, hidden) into their replicated sum."""
+
+_, reduce_result = pair_of(_identity, sum_result)
+"""Do the same in the memory of the partial sums.
+
+The caller has just computed them, and nobody else has seen them.
 """
 
 gather_sequence, scatter_sequence = pair_of(_all_gather, _reduce_scatter)
@@ -106,7 +117,7 @@ def shard_width(size: int, group: ProcessGroup) -> int:
 
 def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of `x` over the group, without a gradient."""
-    return _all_reduce(x, group)
+    return sum_over(x, group)
 
 
 def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain.parallel.randomness import Streams
-from meshtrain.parallel.tensor.collectives import copy_to_shards, gather_sequence, reduce_from_shards, scatter_sequence
+from meshtrain.parallel.tensor.collectives import copy_to_shards, gather_sequence, reduce_result, scatter_sequence
 
 Edge = Callable[[Tensor], Tensor]
 
@@ -39,8 +39,11 @@ class Region:
         return gather_sequence(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the partial results of a row-wise projection to the hidden states of this region."""
-        return scatter_sequence(x, self.group) if self.is_split() else reduce_from_shards(x, self.group)
+        """Sum the partial results of a row-wise projection to the hidden states of this region.
+
+        The caller has just computed them, and nobody else has seen them.
+        """
+        return scatter_sequence(x, self.group) if self.is_split() else reduce_result(x, self.group)
 
 
 def sequence_is_split() -> bool:
