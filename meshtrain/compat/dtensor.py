@@ -1,6 +1,7 @@
 """torch's DTensor: the layouts of FSDP2 over tensor parallelism, and local parts."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class _LocalPart(torch.autograd.Function):
         if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
             # The gradient has a gradient itself, or another order in memory.
             return DTensor.from_local(gradient, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
-        return DTensor(gradient, spec, requires_grad=False)
+        # A copy, because torch may change what the spec of a tensor knows.
+        return DTensor(gradient, copy(spec), requires_grad=False)
 
 
 def local_in_graph(tensor: DTensor) -> Tensor:

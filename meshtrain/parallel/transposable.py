@@ -6,6 +6,7 @@ torch silently loses gradients.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import torch
@@ -40,7 +41,7 @@ def sum_result(x: Tensor, group: ProcessGroup) -> Tensor:
 
     It takes the place of `x` in memory, unless what computed `x` has kept it for a backward pass.
     """
-    if _may_overwrite() and holders_of(x)[-1] == _ALONE[-1]:
+    if _may_overwrite() and holders_of(x)[-1] == _holders_alone()[-1]:
         return _sum_in_place(x, group)
     return sum_over(x, group)
 
@@ -50,7 +51,7 @@ def sum_gradient(gradient: Tensor, group: ProcessGroup) -> Tensor:
 
     It takes the place of the gradient in memory, if nothing else has a reference to that.
     """
-    if _may_overwrite() and holders_of(gradient) == _ALONE:
+    if _may_overwrite() and holders_of(gradient) == _holders_alone():
         return _sum_in_place(gradient, group)
     return sum_over(gradient, group)
 
@@ -106,18 +107,20 @@ def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Co
     return one, other
 
 
+@cache
 def _holders_alone() -> tuple[int, int, int]:
-    """Return the references to a gradient in a backward pass that nothing else holds."""
+    """Return the references to a gradient in a backward pass that nothing else holds.
+
+    Python and torch have some themselves, so their number is measured.
+    """
     found = []
 
     def look(gradient: Tensor, group: ProcessGroup) -> Tensor:
         found.append(holders_of(gradient))
         return gradient
 
-    x = torch.zeros(1, requires_grad=True)
-    passed = _apply(x, cast(ProcessGroup, None), lambda x, group: x.view_as(x), look)
-    (2 * passed + 3 * passed).backward()
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True, device="cpu")
+        passed = _apply(x, cast(ProcessGroup, None), lambda x, group: x.view_as(x), look)
+        (2 * passed + 3 * passed).backward()
     return found[0]
-
-
-_ALONE = _holders_alone()

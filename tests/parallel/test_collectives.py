@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshtrain.parallel.tensor.collectives import (
@@ -24,6 +25,7 @@ from meshtrain.parallel.tensor.collectives import (
     split_sequence,
     sum_over_shards,
 )
+from meshtrain.parallel.transposable import _holders_alone
 from tests.ranks import run_on_ranks
 
 BATCH, SEQUENCE, HIDDEN = 2, 12, 5
@@ -219,3 +221,28 @@ def sums_of_gradients() -> None:
 
 def test_a_gradient_is_summed_in_place_unless_something_else_holds_it() -> None:
     run_on_ranks(2, sums_of_gradients)
+
+
+class InBackward(torch.autograd.Function):
+    """Counts references in a backward pass."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, counts: list[tuple[int, int, int]]) -> Tensor:
+        ctx.counts = counts  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.counts.append(_holders_alone.__wrapped__())  # type: ignore[attr-defined]
+        return gradient, None
+
+
+def test_references_to_a_gradient_are_counted_alike_wherever_the_first_sum_is() -> None:
+    counts = [_holders_alone.__wrapped__()]
+    InBackward.apply(torch.ones(1, requires_grad=True), counts).backward()
+    with torch.inference_mode():
+        counts.append(_holders_alone.__wrapped__())
+    with FakeTensorMode():
+        counts.append(_holders_alone.__wrapped__())
+    assert len(counts) == 4
+    assert len(set(counts)) == 1
