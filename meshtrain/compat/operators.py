@@ -35,6 +35,13 @@ def scaled_product(first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor],
     return torch._scaled_mm(first, second, *scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
 
 
+OF_MANY_TENSORS = ("_foreach_", "_fused_")
+"""How the names of operators begin that do the same with each tensor of some lists.
+
+Why: torch has no other mark for them.
+Holds: torch 2.11 to 2.13.
+"""
+
 VIEWS: tuple[Any, ...] = (_aten.view, _aten._unsafe_view)
 """The operators that `Tensor.view` and `Tensor.reshape` call.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.compat.fake import full_name_of, operator_of
+from meshtrain.compat.operators import OF_MANY_TENSORS
 from meshtrain.planning.calibration.gpu_calls import call_on_gpu
 from meshtrain.planning.simulation.rank import record_rank
 from meshtrain.planning.simulation.recorder import Recorder, Work
@@ -102,7 +103,7 @@ def with_shorter_lists(call: Call) -> Call:
     but not from that of few, for which a GPU mostly waits. Other operators with lists have
     arguments that belong to the whole lists, so their calls stay as they are.
     """
-    if not call.key.startswith(("_foreach_", "_fused_")):
+    if not call.key.startswith(OF_MANY_TENSORS):
         return call
     lists = [value for value in (*call.args, *call.kwargs.values()) if _is_list_of_tensors(value)]
     if not lists:
