@@ -56,15 +56,23 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.full_spec, local = full._spec, full._local_tensor
         ctx.stride = local.stride()
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
+        if gradient is None:
+            return None
         spec = ctx.full_spec
-        if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
-            # The gradient has a gradient itself, or another order in memory.
+        if gradient.stride() != ctx.stride:
+            # An optimizer relies on the order of the parameter in memory, which the DTensor claims.
+            gradient = torch.empty_strided(
+                gradient.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        if torch.is_grad_enabled():
+            # The gradient has a gradient itself.
             return DTensor.from_local(gradient, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
         # A copy, because torch may change what the spec of a tensor knows.
         return DTensor(gradient, copy(spec), requires_grad=False)

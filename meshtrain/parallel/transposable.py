@@ -65,7 +65,8 @@ def _may_overwrite() -> bool:
 def _sum_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
     if not x.is_contiguous():
         return sum_over(x, group)
-    return operators.wait_tensor(operators.all_reduce_(x, "sum", group.group_name))
+    operators.wait_tensor(operators.all_reduce_(x, "sum", group.group_name))
+    return x
 
 
 class _Transposable(torch.autograd.Function):
@@ -76,7 +77,11 @@ class _Transposable(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup, there: Collective, back: Collective
     ) -> Tensor:
         ctx.group, ctx.there, ctx.back = group, there, back  # type: ignore[attr-defined]
-        return there(x, group)
+        result = there(x, group)
+        if not torch.compiler.is_compiling() and result is x:
+            # Without it, the result would be a view, which a model may not change in place.
+            ctx.mark_dirty(x)
+        return result
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -85,11 +90,16 @@ class _Transposable(torch.autograd.Function):
         # torch have none and do not report it. Without `create_graph` the plain collective is
         # cheaper, and it can be compiled.
         if torch.is_grad_enabled():
-            return _apply(gradient, group, back, there), None, None, None
+            return _apply(gradient, group, _out_of_place(back), _out_of_place(there)), None, None, None
         return back(gradient, group), None, None, None
 
 
 _apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Transposable.apply
+
+
+def _out_of_place(collective: Collective) -> Collective:
+    """Return a collective for tensors that others hold too, as in the graph of a backward pass."""
+    return sum_over if collective in (sum_result, sum_gradient) else collective
 
 
 def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:

@@ -164,6 +164,16 @@ def sums_of_results() -> None:
     total = reduce_result(fresh, group)
     assert total.data_ptr() == address
     assert total.eq(3).all()
+    # A model may change the result in place.
+    total += 1.0
+    # The gradients of gradients are shared: an addition gives the same one to both inputs.
+    inputs = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    passed = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outputs = [reduce_result(it * 1.0, group) for it in inputs]
+    first, second = torch.autograd.grad(outputs, inputs, passed, create_graph=True)
+    vector = torch.ones(3, dtype=torch.float64)
+    doubled = torch.autograd.grad(first + second, passed, vector * (1.0 + rank))
+    assert all(gradient.eq(3).all() for gradient in doubled)
     # `exp` keeps its result for its backward pass.
     (gradient,) = torch.autograd.grad(reduce_result(x.exp(), group).sum(), x)
     torch.testing.assert_close(gradient, x.exp(), rtol=1e-12, atol=0)

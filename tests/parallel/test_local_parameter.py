@@ -206,14 +206,14 @@ def gradients_through_local_parts() -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         full = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [placement]))
         factor = torch.randn_like(full.to_local())
-        for weight in (factor, factor.T.contiguous().T):
-            found, wanted = (
-                torch.autograd.grad((part * weight).square().sum(), full)[0]
-                for part in (local_tensor(full), full.to_local())
-            )
+        transposed = factor.T.contiguous().T
+        for weight in (factor, transposed, torch.ones(()).expand_as(factor)):
+            # The gradient of the local part is `weight` itself, with its strides.
+            (found,) = torch.autograd.grad(local_tensor(full), full, weight)
             assert isinstance(found, torch.distributed.tensor.DTensor)
-            assert (found.placements, found.shape, found.stride()) == (wanted.placements, wanted.shape, wanted.stride())
-            torch.testing.assert_close(found.to_local(), wanted.to_local(), rtol=0, atol=0)
+            assert (found.placements, found.shape, found.stride()) == (full.placements, full.shape, full.stride())
+            assert found.to_local().stride() == full.to_local().stride()
+            torch.testing.assert_close(found.to_local(), weight.contiguous(), rtol=0, atol=0)
         (gradient,) = torch.autograd.grad((local_tensor(full) ** 3).sum(), full, create_graph=True)
         (second,) = torch.autograd.grad(gradient.to_local().sum(), full)
         torch.testing.assert_close(second.to_local(), 6 * full.detach().to_local())

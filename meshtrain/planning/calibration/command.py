@@ -45,7 +45,7 @@ from meshtrain.training.resolve import resolve_run
 _HIDDEN = {"cpu": 512, "cuda": 2048}
 _BATCHES = {"cpu": ((1, 128), (2, 256), (4, 512)), "cuda": ((1, 512), (2, 1024), (4, 2048))}
 # Hidden size and tokens of the runs that show what the host takes. A GPU then waits for the host.
-# On a CPU the operators leave little in its caches for the host, as larger ones do.
+# On a CPU the operators are large enough to evict what the host uses from the caches.
 _TINY = {"cpu": (128, 64), "cuda": (32, 16)}
 _WIDTHS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
