@@ -14,7 +14,8 @@ from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.mesh import TP
 from meshtrain.parallel.head.chunks import LossFunction
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
+from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width
+from meshtrain.parallel.transposable import sum_over
 
 Batch = Mapping[str, Tensor]
 """Name -> tensor of a batch; the model takes all of them but `labels`."""
@@ -238,7 +239,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         target = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         weights = shifted.exp_()
         # One reduction is enough for both sums.
-        normalizer, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
+        normalizer, target = sum_over(torch.stack([weights.sum(-1), target]), group)
         weights /= normalizer.unsqueeze(-1)
         losses = (normalizer.log() - target).masked_fill(~counted, 0.0)
         if token_weights is not None:

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 from meshtrain.config.data import IGNORE_INDEX
 from meshtrain.config.objective import STOCK_OBJECTIVE, ObjectiveConfig
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
+from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width
+from meshtrain.parallel.transposable import sum_over
 from meshtrain.training.loss import MeanLoss, MeanWithTerms, TokenLoss, build_loss, vocabulary_of, widened
 
 CROSS_ENTROPY, Z_LOSS = "cross_entropy", "z_loss"
@@ -103,7 +104,7 @@ class _RegularizedCrossEntropy(torch.autograd.Function):
         spread = shifted.sum(-1) if smoothing else torch.zeros_like(target)
         weights = shifted.exp_()
         sums = torch.stack([weights.sum(-1), target, spread])
-        normalizer, target, spread = sums if group is None else sum_over_shards(sums, group)
+        normalizer, target, spread = sums if group is None else sum_over(sums, group)
         weights /= normalizer.unsqueeze(-1)
         log_normalizer = normalizer.log()
         logsumexp = log_normalizer + largest

@@ -23,9 +23,8 @@ from meshtrain.parallel.tensor.collectives import (
     scatter_sequence,
     shard_width,
     split_sequence,
-    sum_over_shards,
 )
-from meshtrain.parallel.transposable import _holders_alone
+from meshtrain.parallel.transposable import _holders_alone, sum_over
 from tests.ranks import run_on_ranks
 
 BATCH, SEQUENCE, HIDDEN = 2, 12, 5
@@ -141,7 +140,7 @@ def test_vocabularies_of_any_size_are_sharded(world_size: int, vocabulary: int, 
 def reduce_without_gradient() -> tuple[Tensor, Tensor, list[int]]:
     x = torch.tensor([1.0, -5.0, 3.0]) * (dist.get_rank() + 1)
     before = x.clone()
-    total, largest = sum_over_shards(x, dist.group.WORLD), max_over_shards(x, dist.group.WORLD)
+    total, largest = sum_over(x, dist.group.WORLD), max_over_shards(x, dist.group.WORLD)
     assert torch.equal(x, before), "the input was changed in place"
     return total, largest, [shard_width(size, dist.group.WORLD) for size in (1, 6, 7, 101)]
 

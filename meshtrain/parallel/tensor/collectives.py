@@ -115,11 +115,6 @@ def shard_width(size: int, group: ProcessGroup) -> int:
     return -(-size // group.size())
 
 
-def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the group, without a gradient."""
-    return sum_over(x, group)
-
-
 def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the element-wise maximum of `x` over the group, without a gradient."""
     return operators.wait_tensor(operators.all_reduce(x.contiguous(), "max", group.group_name))

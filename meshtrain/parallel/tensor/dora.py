@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtrain.models.dora import KIND, magnitudes_of, parts_of
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.tensor.collectives import sum_over_shards
 from meshtrain.parallel.tensor.modules import OwnOutputs, ShardedConv1D, ShardedLinear, rows_of
+from meshtrain.parallel.transposable import sum_over
 
 
 def apply_dora(model: nn.Module, layers: Mapping[str, nn.Module], group: ProcessGroup | None) -> list[nn.Module]:
@@ -111,7 +111,7 @@ class Dora:
             squares = (weight.to(dtype) + scaling * (rows @ down).to(dtype)).square().sum(dim=1)
             if _is_rowwise(base):
                 assert self._group is not None
-                squares = sum_over_shards(squares, self._group)
+                squares = sum_over(squares, self._group)
             lengths = squares.sqrt()
         return _left(base, values / lengths)
 

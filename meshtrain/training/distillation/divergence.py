@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from meshtrain.parallel.tensor.collectives import max_over_shards, sum_over_shards
+from meshtrain.parallel.tensor.collectives import max_over_shards
+from meshtrain.parallel.transposable import sum_over
 
 
 def summed_divergence(
@@ -50,7 +51,7 @@ class _Divergence(torch.autograd.Function):
         gap = gap.mul_(other).masked_fill_(other == 0, 0.0).sum(-1)
         own.exp_()
         sums = torch.stack([own.sum(-1), other.sum(-1), gap])
-        own_total, other_total, gap = sums if group is None else sum_over_shards(sums, group)
+        own_total, other_total, gap = sums if group is None else sum_over(sums, group)
         own /= own_total.unsqueeze(-1)
         other /= other_total.unsqueeze(-1)
         ctx.save_for_backward(own.sub_(other), counted)
