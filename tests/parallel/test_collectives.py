@@ -168,11 +168,16 @@ def sums_of_results() -> None:
     # The gradients of gradients are shared: an addition gives the same one to both inputs.
     inputs = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     passed = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    outputs = [reduce_result(it * 1.0, group) for it in inputs]
+    outputs = [reduce_result(it + 0.0, group) for it in inputs]
     first, second = torch.autograd.grad(outputs, inputs, passed, create_graph=True)
     vector = torch.ones(3, dtype=torch.float64)
     doubled = torch.autograd.grad(first + second, passed, vector * (1.0 + rank))
     assert all(gradient.eq(3).all() for gradient in doubled)
+    # Messages need numbers that follow each other in memory.
+    columns = torch.arange(6.0).view(2, 3).T + 1.0
+    doubled_columns = reduce_result(columns, group)
+    assert doubled_columns.is_contiguous()
+    assert torch.equal(doubled_columns, 2 * (torch.arange(6.0).view(2, 3).T + 1.0))
     # `exp` keeps its result for its backward pass.
     (gradient,) = torch.autograd.grad(reduce_result(x.exp(), group).sum(), x)
     torch.testing.assert_close(gradient, x.exp(), rtol=1e-12, atol=0)
@@ -230,6 +235,16 @@ def sums_of_gradients() -> None:
 
 def test_a_gradient_is_summed_in_place_unless_something_else_holds_it() -> None:
     run_on_ranks(2, sums_of_gradients)
+
+
+def is_counted() -> bool:
+    return _holders_alone.cache_info().currsize > 0
+
+
+def test_an_import_runs_no_backward_pass() -> None:
+    # A rank is a fork of a process that has imported everything. Beside a GPU, a backward pass in
+    # that process would forbid those of its forks.
+    assert run_on_ranks(1, is_counted) == [False]
 
 
 class InBackward(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from meshtrain.errors import ModelError
@@ -51,7 +51,7 @@ def give_gradients(held: dict[str, nn.Parameter], seed: int) -> None:
         if seed == 2 and name == "rows":
             continue
         parameter = held[name]
-        if name in PLACEMENTS and isinstance(parameter, torch.distributed.tensor.DTensor):
+        if name in PLACEMENTS and isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
         (parameter * gradient).sum().backward()
 
@@ -201,7 +201,7 @@ def test_kernels_are_chosen_like_in_torch() -> None:
 
 
 def gradients_through_local_parts() -> None:
-    """Compare the gradient of a parameter with the one that it gets through `to_local`."""
+    """Compare the gradient of a parameter with that of its local part."""
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Shard(0), Shard(1), Replicate()):
         full = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [placement]))
@@ -210,13 +210,31 @@ def gradients_through_local_parts() -> None:
         for weight in (factor, transposed, torch.ones(()).expand_as(factor)):
             # The gradient of the local part is `weight` itself, with its strides.
             (found,) = torch.autograd.grad(local_tensor(full), full, weight)
-            assert isinstance(found, torch.distributed.tensor.DTensor)
+            assert isinstance(found, DTensor)
             assert (found.placements, found.shape, found.stride()) == (full.placements, full.shape, full.stride())
             assert found.to_local().stride() == full.to_local().stride()
             torch.testing.assert_close(found.to_local(), weight.contiguous(), rtol=0, atol=0)
         (gradient,) = torch.autograd.grad((local_tensor(full) ** 3).sum(), full, create_graph=True)
         (second,) = torch.autograd.grad(gradient.to_local().sum(), full)
         torch.testing.assert_close(second.to_local(), 6 * full.detach().to_local())
+        Unused.apply(local_tensor(full)).sum().backward()
+        assert full.grad is None
+    # The gradient of a partial sum is that of the sum, as `to_local` has it.
+    part = DTensor.from_local(torch.ones(2, requires_grad=True), mesh, [Partial()])
+    (gradient,) = torch.autograd.grad(local_tensor(part).sum(), part)
+    assert gradient.placements == (Replicate(),)
+
+
+class Unused(torch.autograd.Function):
+    """Returns zeros, and no gradient."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> None:
+        return None
 
 
 def test_the_gradient_of_a_local_part_has_the_layout_of_the_parameter() -> None:
