@@ -162,6 +162,12 @@ def test_length_dependent_frequencies_are_proven(rope: dict[str, Any]) -> None:
     assert divergent == "model.layers.0"
 
 
+def test_model_that_writes_into_a_projection_is_proven() -> None:
+    """Falcon adds the output of its attention to that of its MLP, in the memory of the latter."""
+    proof = prove.prove(case_of("falcon", {"tp": 2}))
+    assert proof.difference is None
+
+
 def test_missing_rule_for_head_norms_is_detected() -> None:
     found, divergent = findings_of(skip_head_norm_reduction, qwen3())
     assert found["gradient"].error > 1e-2

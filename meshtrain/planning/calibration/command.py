@@ -54,10 +54,10 @@ _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch
 
 
 class TinyRun(NamedTuple):
-    """A run that waits for the host.
+    """A run that shows what the host takes.
 
     Attributes:
-        run: with operators so small that the host determines how long they take.
+        run: with small operators. On a GPU, the host determines how long they take.
         work: of its step.
     """
 

@@ -61,7 +61,7 @@ def host_overhead(run: SimulatedRun, device: torch.device, known_seconds: float,
     """Return the seconds on the host of one thing that a small run does. Collective.
 
     Args:
-        run: with operators so small that the host determines how long they take.
+        run: with small operators, of which a GPU waits for the host.
         device: that computes.
         known_seconds: what all else takes.
         number: of such things in its step.
