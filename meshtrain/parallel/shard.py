@@ -38,10 +38,14 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
     return plan.mesh.is_sharded or _converts(plan)
 
 
-def _converts(plan: ParallelPlan) -> bool:
+def has_formats(plan: ParallelPlan) -> bool:
+    """Return whether parameters, products and reductions have several number formats."""
     precision = plan.precision
-    several_formats = len({precision.parameters, precision.activations, precision.reduce}) > 1
-    return several_formats or plan.shard.offload == "cpu"
+    return len({precision.parameters, precision.activations, precision.reduce}) > 1
+
+
+def _converts(plan: ParallelPlan) -> bool:
+    return has_formats(plan) or plan.shard.offload == "cpu"
 
 
 def _precision(plan: ParallelPlan) -> MixedPrecisionPolicy:

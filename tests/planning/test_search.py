@@ -15,6 +15,7 @@ from meshtrain.config.toml import load_run
 from meshtrain.data.tokens.workers import num_cores
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
+from meshtrain.planning.search.alternatives import variants
 from meshtrain.planning.search.candidates import Candidate, candidates
 from meshtrain.planning.search.estimate import Estimate, Estimator
 from meshtrain.planning.search.kinds import build_estimator
@@ -202,6 +203,24 @@ def test_offloading_is_tried_only_where_a_plan_does_not_fit_without() -> None:
     assert promising({here: Estimate(1.0, lambda: 2.1)}, limit_bytes=2.0) == [here]
 
 
+def test_loss_parallelism_is_chosen_by_seconds_among_plans_that_fit() -> None:
+    parts = CASES[3]
+    whole = replace(parts, loss_parallel=False)
+    assert promising(estimates_of({parts: 1.0, whole: 1.1}), limit_bytes=2.0) == [parts]
+    assert promising(estimates_of({parts: 1.1, whole: 1.0}), limit_bytes=2.0) == [whole]
+    assert promising(estimates_of({parts: 1.0, whole: 1.0}), limit_bytes=2.0) == [parts]
+    too_large = {parts: Estimate(1.1, lambda: 1.0), whole: Estimate(1.0, lambda: 3.0)}
+    assert promising(too_large, limit_bytes=2.0) == [parts]
+
+
+def test_winner_is_compared_with_the_other_form_of_the_loss() -> None:
+    parts = CASES[3]
+    whole = replace(parts, loss_parallel=False)
+    assert variants(parts)["with whole logits"] == whole
+    assert variants(whole)["with loss parallelism"] == parts
+    assert not {"with whole logits", "with loss parallelism"} & {*variants(CASES[0])}
+
+
 def test_few_plans_of_one_mesh_are_promising() -> None:
     same = [replace(CASES[0], micro_batch_size=2**power) for power in range(6)]
     estimates = estimates_of({it: float(number) for number, it in enumerate([*same, CASES[3]], start=1)})
@@ -229,12 +248,14 @@ def test_every_setting_is_varied_unless_it_is_pinned(run_file: str) -> None:
         "tp": {1, 2, 4},
         "recompute": {"none", "selective", "full"},
         "sequence_parallel": {True, False},
+        "loss_parallel": {True, False},
         "reshard": {"always", "never"},
         "offload": {"none", "cpu"},
     }
     for name, values in options.items():
         assert {getattr(it, name) for it in found} == values, name
     assert {it.schedule for it in found if it.pp > 1} >= {"1F1B", "Interleaved1F1B", "ZBVZeroBubble"}
+    assert {it.loss_parallel for it in found if it.tp == 1} == {True}
     pinned = ["plan.mesh.tp", "plan.recompute.mode", "micro_batch_size"]
     config = config_of(run_file, "plan.mesh.tp=2", "plan.recompute.mode='full'", "micro_batch_size=2")
     few = list(candidates(config, pinned, 8, LAYERS, 4))
@@ -271,6 +292,7 @@ CASES = [
     candidate(1, 1, 4, 1, 2, recompute="full"),
     candidate(1, 4, 1, 1, 4),
     candidate(1, 1, 1, 4, 8),
+    candidate(1, 1, 1, 4, 8, loss_parallel=False),
     candidate(2, 1, 2, 1, 4),
     candidate(2, 1, 1, 2, 4, schedule="Interleaved1F1B", stages_per_rank=2),
     candidate(4, 1, 1, 1, 2, schedule="ZBVZeroBubble", stages_per_rank=2),
@@ -293,7 +315,7 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     shipped: Machine = find_machine("h100-80gb", PROCESSES)
     config = config_of(run_file)
     wanted = wanted_run(config, shipped, PROCESSES)
-    estimator = build_estimator(wanted, {it.kind for it in [*CASES, ALL_AT_ONCE]})
+    estimator = build_estimator(wanted, [*CASES, ALL_AT_ONCE])
     for case in CASES:
         memory, seconds = deviations(estimator, wanted, case)
         assert abs(memory) <= 0.15, case.described()
@@ -301,6 +323,44 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     # Its logits wait for the backward passes, too.
     at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
+
+
+def test_closed_form_knows_whole_logits(run_file: str) -> None:
+    # With so many words they need most of the memory.
+    wanted = wanted_run(config_of(run_file, "model.config.vocab_size=64_000"), find_machine("h100-80gb", 4), 4)
+    parts = candidate(1, 1, 1, 4, 8)
+    whole = replace(parts, loss_parallel=False)
+    estimator = build_estimator(wanted, [parts, whole])
+    assert estimator.estimate(whole).peak_bytes > 1.5 * estimator.estimate(parts).peak_bytes
+    for case in (parts, whole):
+        memory, seconds = deviations(estimator, wanted, case)
+        assert abs(memory) <= 0.15, case.described()
+        assert abs(seconds) <= 0.15, case.described()
+
+
+def test_only_whole_logits_are_known_where_they_are_pinned(run_file: str) -> None:
+    pinned = ["plan.mesh.tp=2", "plan.tensor.loss_parallel=false", "plan.mesh.pp=1"]
+    config = config_of(run_file, *pinned)
+    found = [*candidates(config, ["plan.mesh.tp", "plan.tensor.loss_parallel"], PROCESSES, LAYERS, 4)]
+    assert {it.loss_parallel for it in found} == {False}
+    wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)
+    estimator = build_estimator(wanted, found)
+    assert estimator.knows(next(it for it in found if it.sequence_parallel))
+    assert not wanted.resolved(found[0]).plan.tensor.loss_parallel
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_closed_form_knows_the_hooks_of_fsdp2(reshard: str, run_file: str) -> None:
+    # One number format, so that the layers are simulated without FSDP2 too.
+    text = machine_file(79.1)
+    Path(text).write_text(Path(text).read_text().replace("hook_seconds = 0.0", "hook_seconds = 1e-3"))
+    wanted = wanted_run(
+        config_of(run_file, "plan.precision.compute='float32'"), find_machine(text, PROCESSES), PROCESSES
+    )
+    case = candidate(1, 1, 4, 1, 2, reshard=reshard)
+    estimator = build_estimator(wanted, [case])
+    _, seconds = deviations(estimator, wanted, case)
+    assert abs(seconds) <= 0.15
 
 
 MIXTRAL = {
@@ -355,7 +415,7 @@ def wanted_model(model: dict[str, Any], *, length: int, rows: int, optimizer: st
 )
 def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate], length: int, rows: int) -> None:
     wanted = wanted_model(MIXTRAL, length=length, rows=rows)
-    estimator = build_estimator(wanted, {it.kind for it in cases})
+    estimator = build_estimator(wanted, cases)
     for case in cases:
         memory, seconds = deviations(estimator, wanted, case)
         assert abs(memory) <= 0.35, case.described()
@@ -384,7 +444,7 @@ WHOLE_EXPERTS = [candidate(1, 1, 8, 1, 1, reshard="always"), candidate(1, 2, 1, 
 def test_closed_form_knows_the_update(optimizer: str, cases: list[Candidate], model: dict[str, Any]) -> None:
     # Without it, the seconds would be a quarter too few, or more.
     wanted = wanted_model(model, length=512, rows=16, optimizer=optimizer)
-    estimator = build_estimator(wanted, {it.kind for it in cases})
+    estimator = build_estimator(wanted, cases)
     for case in cases:
         memory, seconds = deviations(estimator, wanted, case)
         assert abs(memory) <= 0.35, case.described()
@@ -435,5 +495,5 @@ def test_closed_form_agrees_with_the_simulation_of_large_microbatches() -> None:
     machine = find_machine("h100-80gb", processes)
     wanted = wanted_run(load_run(ROOT / "launch/runs/llama-65b.toml"), machine, processes)
     case = candidate(1, 1, processes, 1, 64, recompute="full", reshard="always")
-    estimate = build_estimator(wanted, {case.kind}).estimate(case)
+    estimate = build_estimator(wanted, [case]).estimate(case)
     assert estimate.peak_bytes == pytest.approx(find_needs(wanted.resolved(case), machine).peak_bytes, rel=0.15)

@@ -50,6 +50,9 @@ def variants(winner: Candidate) -> dict[str, Candidate]:
         found["without recomputation"] = replace(winner, recompute="none")
     else:
         found["with full recomputation"] = replace(winner, recompute="full")
+    if winner.tp > 1:
+        name = "with whole logits" if winner.loss_parallel else "with loss parallelism"
+        found[name] = replace(winner, loss_parallel=not winner.loss_parallel)
     if winner.pp > 1 and winner.schedule != "1F1B":
         found["with 1F1B"] = replace(winner, schedule="1F1B", stages_per_rank=1)
     return found

@@ -30,6 +30,8 @@ MOST_ROWS = 64
 LONG, MOST_CP = 16_384, 8
 Kind = tuple[int, bool, Recompute]
 """tp, sequence parallel and recomputation: candidates of one kind have the same layers."""
+HeadKind = tuple[int, bool, bool]
+"""tp, sequence parallel and loss parallel: such candidates have the same head and loss."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Candidate:
     offload: Literal["none", "cpu"]
     ep: int = 1
     cp: int = 1
+    loss_parallel: bool = True
 
     @property
     def data_degree(self) -> int:
@@ -75,12 +78,17 @@ class Candidate:
         """Return what determines its layers."""
         return self.tp, self.sequence_parallel, self.recompute
 
+    @property
+    def head_kind(self) -> HeadKind:
+        """Return what determines its head and its loss."""
+        return self.tp, self.sequence_parallel, self.loss_parallel
+
     def plan(self, plan: ParallelPlan) -> ParallelPlan:
         """Return a plan with these settings."""
         tables: dict[str, dict[str, Any]] = {
             "mesh": dict(zip(AXES, self.mesh, strict=True)),
             "pipeline": {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank},
-            "tensor": {"sequence_parallel": self.sequence_parallel},
+            "tensor": {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel},
             "shard": {"reshard_after_forward": self.reshard, "offload": self.offload},
             "recompute": {"mode": self.recompute},
         }
@@ -101,6 +109,7 @@ class Candidate:
         words.append(f"microbatch {self.micro_batch_size}")
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["sequence parallel"] if self.sequence_parallel else []
+        words += [] if self.loss_parallel else ["whole logits"]
         words += ["reshard"] if self.reshard == "always" else []
         words += ["offload"] if self.offload == "cpu" else []
         return ", ".join(words)
@@ -233,12 +242,13 @@ def _variants(
     is_kept = is_split or not mesh.is_sharded or level.level in WHOLE_PARAMETERS
     usual: Reshard = "never" if pp > 1 or is_kept else "always"
     reshards: list[str] = ["never"] if is_kept else ["always", "never"]
-    for size, recompute, sequence, reshard, offload in product(
+    for size, recompute, sequence, reshard, offload, loss in product(
         choices.of("micro_batch_size", rows),
         choices.of("plan.recompute.mode", ("none", "full") if is_split else RECOMPUTE),
         choices.of("plan.tensor.sequence_parallel", [True, False] if tp > 1 else [False]),
         choices.of("plan.shard.reshard_after_forward", reshards),
         choices.of("plan.shard.offload", offloads),
+        choices.of("plan.tensor.loss_parallel", [True, False] if tp > 1 else [True]),
     ):
         if config.batch_ramp.unit(config.global_batch_size) % (mesh.data_degree * size):
             continue
@@ -247,7 +257,9 @@ def _variants(
             continue
         resolved = usual if reshard == "auto" else reshard
         settings = schedule, stages, size, recompute, sequence, resolved, offload
-        yield Candidate(mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp, *settings, ep=mesh.ep, cp=mesh.cp)
+        yield Candidate(
+            mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp, *settings, ep=mesh.ep, cp=mesh.cp, loss_parallel=loss
+        )
 
 
 def _has_enough(schedule: ScheduleName, number: int, pp: int, num_stages: int) -> bool:

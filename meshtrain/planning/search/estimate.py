@@ -18,8 +18,9 @@ from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.schedule import stage_owners
-from meshtrain.planning.search.candidates import Candidate, Kind
-from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, layer_seconds
+from meshtrain.parallel.shard import has_formats
+from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard
+from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, fsdp_seconds, head_seconds, layer_seconds
 from meshtrain.planning.search.sizes import ModelSizes, RankSizes, rank_sizes
 from meshtrain.planning.search.update import LARGE, Held, update_seconds
 from meshtrain.planning.simulation.recorder import Work
@@ -64,8 +65,12 @@ class Estimator:
         touched: as `touched_bytes` returns it.
         batch: shape of the batches.
         sizes: of the model.
-        needs: kind of candidates and sequences of a microbatch -> what layers need. There is one
+        needs: kind of layers and sequences of a microbatch -> what layers need. There is one
             sequence for all kinds, and `MORE_ROWS` for one kind of each tp and sequence parallel.
+        heads: kind of heads and sequences of a microbatch -> what the head needs, for the same
+            numbers of sequences.
+        sharded: kind of layers, and whether FSDP2 reshards after a forward pass -> what one
+            sequence needs with FSDP2. There is one kind of each tp and sequence parallel.
         speed: of the machine.
     """
 
@@ -77,26 +82,35 @@ class Estimator:
         batch: BatchShape,
         sizes: ModelSizes,
         needs: Mapping[tuple[Kind, int], LayerNeeds],
+        heads: Mapping[tuple[HeadKind, int], LayerNeeds],
+        sharded: Mapping[tuple[Kind, Reshard], LayerNeeds],
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._sizes = plan, sizes
         self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
-        self._needs, self._speed, self._touched = needs, speed, touched
+        self._needs, self._heads, self._sharded = needs, heads, sharded
+        self._speed, self._touched = speed, touched
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
+        self._head_with_more = {kind[:2]: kind for kind, rows in heads if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
         self._parameters: torch.dtype = getattr(torch, plan.precision.parameters)
         self._kept = tuple(kept(self._parameter, LARGE, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
-        self._has_formats = len(set(formats)) > 1
+        self._has_formats = has_formats(plan)
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
+        self._known_head = cache(self._head_seconds)
+        self._hooks = cache(self._hook_seconds)
         self._rates = cache(self._mesh_rates)
         self._messages = cache(self._message_seconds)
         self._matrices = cache(self._matrix_seconds)
 
     def knows(self, candidate: Candidate) -> bool:
-        """Return whether the layers of a candidate were simulated."""
-        return (candidate.kind, 1) in self._needs
+        """Return whether the layers and the head of a candidate were simulated."""
+        if (candidate.kind, 1) not in self._needs or (candidate.head_kind, 1) not in self._heads:
+            return False
+        known = self._with_more[candidate.kind[:2]]
+        return candidate.sharding_degree == 1 or (known, candidate.reshard) in self._sharded
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
@@ -112,13 +126,12 @@ class Estimator:
         needs = self._needs[candidate.kind, 1]
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
-        uses_fsdp = candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
         # Nearly all parameters of layers are matrices.
         around = self._shard(candidate, shape.around[rank])
         kept = around * self._kept[False] + (shard - around) * self._kept[True]
         trained = self._sizes.trained_share
         state = 0.0 if candidate.offload == "cpu" else shard * self._parameter + trained * kept
-        if uses_fsdp:
+        if self._uses_fsdp(candidate):
             largest = self._largest_layer(candidate)
             layer = largest * self._compute
             gathered = whole * self._compute if candidate.reshard == "never" else 3 * layer
@@ -133,12 +146,12 @@ class Estimator:
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
         if candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward:
             activations *= SPLIT
-        passing = max(
-            self._at_rows(candidate, lambda needs: needs.extra_bytes),
-            self._at_rows(candidate, lambda needs: needs.head_bytes) if rank == shape.head_rank else 0.0,
-        )
+        passing = max(self._extra_bytes(candidate), self._head_bytes(candidate) if rank == shape.head_rank else 0.0)
         activations *= candidate.micro_batch_size
         return state + gathered + gradients + (activations + passing) / candidate.cp
+
+    def _uses_fsdp(self, candidate: Candidate) -> bool:
+        return candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
 
     def _shard(self, candidate: Candidate, parameters: float) -> float:
         """Return how many of some parameters a process holds, experts or others."""
@@ -149,17 +162,17 @@ class Estimator:
         sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
         return max(others + experts / candidate.ep for others, experts in sizes) / candidate.tp
 
-    def _at_rows(self, candidate: Candidate, size: Callable[[LayerNeeds], int]) -> float:
-        """Return bytes for a microbatch of which a part does not grow with the sequences.
-
-        Args:
-            candidate: whose microbatch it is.
-            size: the bytes of a simulated microbatch.
-        """
+    def _extra_bytes(self, candidate: Candidate) -> float:
+        """Return the bytes that a layer needs besides what is kept."""
         known = self._with_more[candidate.kind[:2]]
-        fixed = _fixed(size(self._needs[known, 1]), size(self._needs[known, MORE_ROWS]))
-        one = size(self._needs[candidate.kind, 1])
-        return fixed + candidate.micro_batch_size * max(0.0, one - fixed)
+        pair = (self._needs[known, rows].extra_bytes for rows in (1, MORE_ROWS))
+        return _at_rows(candidate.micro_batch_size, self._needs[candidate.kind, 1].extra_bytes, *pair)
+
+    def _head_bytes(self, candidate: Candidate) -> float:
+        """Return the bytes that the head and the loss need."""
+        known = self._head_with_more[candidate.head_kind[:2]]
+        pair = (self._heads[known, rows].head_bytes for rows in (1, MORE_ROWS))
+        return _at_rows(candidate.micro_batch_size, self._heads[candidate.head_kind, 1].head_bytes, *pair)
 
     def _chunks(self, candidate: Candidate, number: int) -> list[int]:
         if candidate.pp == 1:
@@ -177,7 +190,7 @@ class Estimator:
             + (parts.head_seconds if rank == shape.head_rank else 0.0)
             for rank in range(candidate.pp)
         )
-        total = number * busy + max(shape.layers) * parts.reducing_seconds + self._bubble(candidate, busy, number)
+        total = number * busy + max(shape.layers) * parts.once_seconds + self._bubble(candidate, busy, number)
         exposed = self._gather_seconds(candidate, number, parts.forward_seconds, parts.backward_seconds)
         exposed += self._replica_seconds(candidate, parts.backward_seconds)
         update = max(self._update_seconds(candidate, *updated) for updated in shape.updated)
@@ -185,14 +198,15 @@ class Estimator:
 
     def _parts_of(self, candidate: Candidate) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
-        parts = self._cached_seconds(candidate.kind, candidate.micro_batch_size)
+        reshard = candidate.reshard if candidate.sharding_degree > 1 else None
+        parts = self._cached_seconds(candidate.kind, candidate.head_kind, candidate.micro_batch_size, reshard)
         if candidate.ep == candidate.cp == 1:
             return parts
-        forward, backward, reducing, head = astuple(parts)
+        forward, backward, once, head = astuple(parts)
         messages = self._exchange_seconds(candidate)
         again = 2 if candidate.recompute == "full" else 1
         cp = candidate.cp
-        return LayerSeconds(forward / cp + messages, backward / cp + again * messages, reducing, head / cp)
+        return LayerSeconds(forward / cp + messages, backward / cp + again * messages, once, head / cp)
 
     def _exchange_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of the messages of ep and cp in a layer and a pass."""
@@ -207,19 +221,40 @@ class Estimator:
             seconds += self._messages(*where, "all_gather", gathered, CP)
         return seconds
 
-    def _part_seconds(self, kind: Kind, rows: int) -> LayerSeconds:
-        """Return the seconds of parts for a microbatch."""
-        seconds, known = self._known_seconds, self._with_more[kind[:2]]
-        pairs = zip(seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
-        # What does not grow with the sequences is the work of parameters, whatever is recomputed.
-        fixed = [_fixed(low, high) for low, high in pairs]
-        return LayerSeconds(
-            *(part + rows * max(0.0, it - part) for part, it in zip(fixed, seconds(kind, 1), strict=True))
-        )
+    def _part_seconds(self, kind: Kind, head_kind: HeadKind, rows: int, reshard: Reshard | None) -> LayerSeconds:
+        """Return the seconds of parts for a microbatch.
 
-    def _needed_seconds(self, kind: Kind, rows: int) -> tuple[float, ...]:
-        """Return the seconds of parts for a simulated microbatch, as in `LayerSeconds`."""
-        return astuple(layer_seconds(self._needs[kind, rows], Rates(self._speed, MeshPlan(dp_shard=1, tp=kind[0]))))
+        Args:
+            kind: of the layers.
+            head_kind: of the head.
+            rows: sequences of the microbatch.
+            reshard: of FSDP2; None if nothing is sharded.
+        """
+        seconds, known = self._known_seconds, self._with_more[kind[:2]]
+        # What does not grow with the sequences is the work of parameters, whatever is recomputed.
+        found = zip(seconds(kind, 1), seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
+        forward, backward = (_at_rows(rows, *it) for it in found)
+        pair = (self._known_head(self._head_with_more[head_kind[:2]], number) for number in (1, MORE_ROWS))
+        head = _at_rows(rows, self._known_head(head_kind, 1), *pair)
+        more_forward, more_backward, once = self._hooks(known, reshard)
+        return LayerSeconds(forward + more_forward, backward + more_backward, once, head)
+
+    def _hook_seconds(self, kind: Kind, reshard: Reshard | None) -> tuple[float, float, float]:
+        """Return the seconds of FSDP2 itself, as `fsdp_seconds` does."""
+        alone = self._needs[kind, 1]
+        sharded = alone if reshard is None else self._sharded[kind, reshard]
+        return fsdp_seconds(sharded, alone, self._rates_alone(kind[0]))
+
+    def _needed_seconds(self, kind: Kind, rows: int) -> tuple[float, float]:
+        """Return the seconds of a layer for a simulated microbatch, as `layer_seconds` does."""
+        return layer_seconds(self._needs[kind, rows], self._rates_alone(kind[0]))
+
+    def _head_seconds(self, kind: HeadKind, rows: int) -> float:
+        """Return the seconds of the head and the loss for a simulated microbatch."""
+        return head_seconds(self._heads[kind, rows], self._rates_alone(kind[0]))
+
+    def _rates_alone(self, tp: int) -> Rates:
+        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
 
     def _mesh_rates(self, mesh: tuple[int, ...], offload: str) -> Rates:
         plan = MeshPlan(**dict(zip(AXES, mesh, strict=True)))
@@ -300,14 +335,17 @@ class Estimator:
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
 
 
-def _fixed(low: float, high: float) -> float:
-    """Return the part of a value that does not grow with the sequences of a microbatch.
+def _at_rows(rows: int, one: float, low: float, high: float) -> float:
+    """Return a value for a microbatch. A part of it does not grow with the sequences.
 
     Args:
-        low: the value for one sequence.
-        high: the value for `MORE_ROWS` sequences.
+        rows: sequences of the microbatch.
+        one: the value for one sequence.
+        low: the value for one sequence of what has the same fixed part.
+        high: the same for `MORE_ROWS` sequences.
     """
-    return max(0.0, low - (high - low) / (MORE_ROWS - 1))
+    fixed = max(0.0, low - (high - low) / (MORE_ROWS - 1))
+    return fixed + rows * max(0.0, one - fixed)
 
 
 @cache

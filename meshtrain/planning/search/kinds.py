@@ -20,7 +20,7 @@ from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
-from meshtrain.planning.search.candidates import Kind
+from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard
 from meshtrain.planning.search.estimate import MORE_ROWS, Estimator
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.search.sizes import ModelSizes
@@ -33,25 +33,29 @@ from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun
 
 
-def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
-    """Return an estimator that knows the layers of some kinds of candidates.
+def build_estimator(wanted: Wanted, candidates: Collection[Candidate]) -> Estimator:
+    """Return an estimator that knows the layers and the heads of some candidates.
 
     Args:
-        wanted: the run. It then knows the tensor rules of these kinds.
-        kinds: tp, sequence parallel and recomputation. Those that the model refuses are left out.
+        wanted: the run. It then knows the tensor rules of these candidates.
+        candidates: for the run. Kinds of layers and heads that the model refuses are left out.
             Without sequence parallelism more memory is needed for the same seconds, so that is left
             out where the model allows it.
 
     Raises:
         UserError: if the model refuses all of them.
     """
-    degrees = sorted({tp for tp, _, _ in kinds})
+    degrees = sorted({it.tp for it in candidates})
     sizes, speed = _model_sizes(wanted.base), wanted.machine.config.speed
     assert speed is not None
     needs: dict[tuple[Kind, int], LayerNeeds] = {}
+    heads: dict[tuple[HeadKind, int], LayerNeeds] = {}
+    sharded: dict[tuple[Kind, Reshard], LayerNeeds] = {}
     refusals: list[UserError] = []
-    for found in on_all_cores(_needs_of_kinds, degrees, wanted, kinds, len(sizes.layers)):
+    for found in on_all_cores(_needs_of_kinds, degrees, wanted, candidates, len(sizes.layers)):
         needs |= found.needs
+        heads |= found.heads
+        sharded |= found.sharded
         wanted.tensors.update(found.tensors)
         refusals += found.refusals
     if not needs:
@@ -59,47 +63,80 @@ def build_estimator(wanted: Wanted, kinds: Collection[Kind]) -> Estimator:
     batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
     parameters: torch.dtype = getattr(torch, wanted.base.plan.precision.parameters)
     touched = touched_bytes(wanted.config.optimizer, parameters)
-    return Estimator(wanted.base.plan, wanted.config.kept_bytes, touched, batch, sizes, needs, speed)
+    return Estimator(wanted.base.plan, wanted.config.kept_bytes, touched, batch, sizes, needs, heads, sharded, speed)
 
 
 @dataclass
 class _Found:
-    """What was found out about kinds of layers.
+    """What was found out about kinds of layers and of heads.
 
     Attributes:
-        needs: kind and sequences of a microbatch -> what the layers need.
-        tensors: tp and sequence parallel -> the tensor rules.
+        needs: kind of layers and sequences of a microbatch -> what the layers need.
+        heads: kind of heads and sequences of a microbatch -> what the head needs.
+        sharded: kind of layers and resharding -> what a sequence needs with FSDP2.
+        tensors: kind of heads -> the tensor rules.
         refusals: why other kinds contradict the model.
     """
 
     needs: dict[tuple[Kind, int], LayerNeeds] = field(default_factory=dict)
-    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
+    heads: dict[tuple[HeadKind, int], LayerNeeds] = field(default_factory=dict)
+    sharded: dict[tuple[Kind, Reshard], LayerNeeds] = field(default_factory=dict)
+    tensors: dict[HeadKind, TensorPlan] = field(default_factory=dict)
     refusals: list[UserError] = field(default_factory=list)
 
 
-def _needs_of_kinds(tp: int, wanted: Wanted, kinds: Collection[Kind], num_layers: int) -> _Found:
+def _needs_of_kinds(tp: int, wanted: Wanted, candidates: Collection[Candidate], num_layers: int) -> _Found:
+    ours = [it for it in candidates if it.tp == tp]
+    head_kinds = sorted({it.head_kind for it in ours}, key=lambda it: not it[2])
+    reshards = {it.reshard for it in ours if it.sharding_degree > 1}
     found = _Found()
     # Without recomputation, less of the work of a layer is that of the parameters alone.
-    for kind in sorted((it for it in kinds if it[0] == tp), key=lambda it: (not it[1], it[2] != "none")):
+    for kind in sorted({it.kind for it in ours}, key=lambda it: (not it[1], it[2] != "none")):
         if ((tp, True, kind[2]), 1) in found.needs:
             continue
-        is_first = not any(known[:2] == kind[:2] for known, _ in found.needs)
-        needs = {}
-        for rows in (1, MORE_ROWS) if is_first else (1,):
-            answer = _needs(wanted, kind, rows, num_layers)
-            if isinstance(answer, UserError):
-                found.refusals.append(answer)
-                break
-            needs[kind, rows] = answer
-        else:
-            found.needs |= needs
+        heads = [it for it in head_kinds if it[:2] == kind[:2]]
+        known = [it for it in heads if (it, 1) in found.heads]
+        if known:
+            _add(found, wanted, kind, known[0], (1,), num_layers)
+            continue
+        for head in heads:
+            # How much grows with the sequences is known from the first head.
+            numbers = (1,) if (kind, 1) in found.needs else (1, MORE_ROWS)
+            _add(found, wanted, kind, head, numbers, num_layers)
+        if (kind, 1) in found.needs:
+            for reshard in reshards:
+                _add_sharded(found, wanted, kind, reshard, num_layers)
     found.tensors = wanted.tensors
     return found
 
 
-def _needs(wanted: Wanted, kind: Kind, rows: int, num_layers: int) -> LayerNeeds | UserError:
+def _add(found: _Found, wanted: Wanted, kind: Kind, head: HeadKind, numbers: Collection[int], num_layers: int) -> None:
+    """Add what layers and a head need for some numbers of sequences, or the contradiction."""
+    needs = {}
+    for rows in numbers:
+        answer = _layer_needs(*wanted.of_layers(kind, rows, loss_parallel=head[2]), num_layers)
+        if isinstance(answer, UserError):
+            found.refusals.append(answer)
+            return
+        needs[rows] = answer
+    for rows, answer in needs.items():
+        found.needs.setdefault((kind, rows), answer)
+        found.heads.setdefault((head, rows), answer)
+
+
+def _add_sharded(found: _Found, wanted: Wanted, kind: Kind, reshard: Reshard, num_layers: int) -> None:
+    """Add what layers need with parameters that FSDP2 shards."""
+    head = next(head for head, _ in found.heads if head[:2] == kind[:2])
+    alone, candidate = wanted.of_layers(kind, 1, loss_parallel=head[2], shards=2)
+    answer = _layer_needs(alone, replace(candidate, reshard=reshard), num_layers)
+    if isinstance(answer, UserError):
+        found.refusals.append(answer)
+    else:
+        found.sharded[kind, reshard] = answer
+
+
+def _layer_needs(alone: Wanted, candidate: Candidate, num_layers: int) -> LayerNeeds | UserError:
     """Return what layers need, or what contradicts the model."""
-    alone, candidate = wanted.of_layers(kind, rows)
     return alone.attempted(candidate, lambda: layer_needs(_passes(alone.simulated(candidate)), num_layers))
 
 

@@ -1,7 +1,7 @@
 """What one layer and the head need, from simulated steps of the whole model in one stage."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +26,8 @@ class LayerNeeds:
         extra_bytes: at most besides what is kept, in the backward pass of a layer.
         forward_work: of each layer.
         backward_work: of each layer, with recomputation.
-        last_work: the same in the last microbatch, where FSDP2 reduces gradients.
         head_work: of the rest, forward and backward.
+        passes: phase and microbatch -> all work of this pass.
     """
 
     kept_bytes: tuple[int, ...]
@@ -35,8 +35,8 @@ class LayerNeeds:
     extra_bytes: int
     forward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     backward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
-    last_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     head_work: tuple[Counter[Work] | Work, ...]
+    passes: Mapping[tuple[str, int], tuple[Counter[Work] | Work, ...]]
 
 
 def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
@@ -46,7 +46,6 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
         profile: of a process that holds the whole model, with three microbatches.
         num_layers: of the model.
     """
-    last = [action for action in profile.actions if action.microbatch == MICROBATCHES - 1 and action.phase == BACKWARD]
     actions = [action for action in profile.actions if action.microbatch == 1]
     forward = [action for action in actions if action.phase == FORWARD]
     backward = [action for action in actions if action.phase == BACKWARD]
@@ -61,8 +60,8 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
         extra_bytes=max(_rise(action) for action in backward if action.place in inner),
         forward_work=tuple(_work(forward, it) for it in layers),
         backward_work=tuple(_work(backward, it) for it in layers),
-        last_work=tuple(_work(last, it) for it in layers),
         head_work=tuple(work for action in rest for work in action.work),
+        passes={(phase, it): _pass(profile, phase, it) for phase in (FORWARD, BACKWARD) for it in range(MICROBATCHES)},
     )
 
 
@@ -80,6 +79,11 @@ def _work(actions: Sequence[ActionProfile], place: int) -> tuple[Counter[Work] |
     return tuple(work for action in actions if action.place == place for work in action.work)
 
 
+def _pass(profile: RankProfile, phase: str, microbatch: int) -> tuple[Counter[Work] | Work, ...]:
+    actions = (it for it in profile.actions if (it.phase, it.microbatch) == (phase, microbatch))
+    return tuple(work for action in actions for work in action.work)
+
+
 @dataclass(frozen=True)
 class LayerSeconds:
     """How long parts of a model take for a microbatch.
@@ -87,23 +91,50 @@ class LayerSeconds:
     Attributes:
         forward_seconds: of a layer, on average.
         backward_seconds: of a layer, with recomputation.
-        reducing_seconds: of a layer once in a step, besides messages.
+        once_seconds: of a layer once in a step: what FSDP2 does only in the first forward and in
+            the last backward pass, besides messages.
         head_seconds: of the rest, forward and backward.
     """
 
     forward_seconds: float
     backward_seconds: float
-    reducing_seconds: float
+    once_seconds: float
     head_seconds: float
 
 
-def layer_seconds(needs: LayerNeeds, rates: Rates) -> LayerSeconds:
-    """Return how long the layers and the head take for a microbatch."""
-    forward, backward, last = (
-        sum(_seconds(work, rates) for work in works) / len(works)
-        for works in (needs.forward_work, needs.backward_work, needs.last_work)
+def layer_seconds(needs: LayerNeeds, rates: Rates) -> tuple[float, float]:
+    """Return how long a layer takes for a microbatch, forward and backward."""
+    forward, backward = (
+        sum(_seconds(work, rates) for work in works) / len(works) for works in (needs.forward_work, needs.backward_work)
     )
-    return LayerSeconds(forward, backward, max(0.0, last - backward), _seconds(needs.head_work, rates))
+    return forward, backward
+
+
+def head_seconds(needs: LayerNeeds, rates: Rates) -> float:
+    """Return how long the rest takes for a microbatch, forward and backward."""
+    return _seconds(needs.head_work, rates)
+
+
+def fsdp_seconds(sharded: LayerNeeds, alone: LayerNeeds, rates: Rates) -> tuple[float, float, float]:
+    """Return what FSDP2 adds to a layer, besides messages: its hooks and copies.
+
+    Args:
+        sharded: the needs with FSDP2.
+        alone: the needs that are known of the same layers.
+        rates: for which messages over data axes take no time.
+
+    Returns:
+        The seconds that it adds to the forward and the backward pass of each microbatch, and once
+        in a step.
+    """
+
+    def seconds(needs: LayerNeeds, phase: str, microbatch: int) -> float:
+        # Its hooks run before those that tell where a layer begins.
+        return _seconds(needs.passes[phase, microbatch], rates) / len(needs.forward_work)
+
+    forward, backward = (seconds(sharded, phase, 1) for phase in (FORWARD, BACKWARD))
+    once = seconds(sharded, FORWARD, 0) - forward + seconds(sharded, BACKWARD, MICROBATCHES - 1) - backward
+    return forward - seconds(alone, FORWARD, 1), backward - seconds(alone, BACKWARD, 1), max(0.0, once)
 
 
 def _seconds(work: Sequence[Counter[Work] | Work], rates: Rates) -> float:

@@ -82,7 +82,7 @@ def rank_plans(wanted: Wanted, pinned: Collection[str], on_host: int, deadline: 
         UserError: if all plans contradict the run.
     """
     found = _candidates(wanted, pinned, on_host)
-    estimator = build_estimator(wanted, {it.kind for it in found})
+    estimator = build_estimator(wanted, found)
     limit = wanted.machine.memory_bytes / (1 + wanted.machine.config.fragmentation)
     estimates = {it: estimator.estimate(it) for it in found if estimator.knows(it)}
     best = promising(estimates, limit)
@@ -147,7 +147,14 @@ def promising(estimates: Mapping[Candidate, Estimate], limit_bytes: float) -> li
 
     def is_useful(candidate: Candidate) -> bool:
         # What fits without offloading only takes longer with it.
-        return candidate.offload == "none" or not should_fit(replace(candidate, offload="none"))
+        if candidate.offload == "cpu" and should_fit(replace(candidate, offload="none")):
+            return False
+        # Loss parallelism changes little else: the faster of both comes into question.
+        other = replace(candidate, loss_parallel=not candidate.loss_parallel)
+        if not should_fit(other):
+            return True
+        seconds, others = estimates[candidate].seconds, estimates[other].seconds
+        return seconds < others or (seconds == others and candidate.loss_parallel)
 
     fastest = sorted(estimates, key=lambda it: estimates[it].seconds)
     fitting = (it for it in fastest if should_fit(it) and is_useful(it))

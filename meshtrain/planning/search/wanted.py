@@ -18,7 +18,7 @@ from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.parallel.moment_blocks import check_moment_blocks
 from meshtrain.planning.machine import Machine
 from meshtrain.planning.needs import simulated_run
-from meshtrain.planning.search.candidates import LONG, Candidate, Kind
+from meshtrain.planning.search.candidates import LONG, Candidate, HeadKind, Kind
 from meshtrain.planning.search.layers import MICROBATCHES
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import ResolvedRun, resolve_run
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 _ALONE = {
     "mesh": dict.fromkeys(AXES, 1),
     "pipeline": {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": "balanced", "split_at": None},
-    "tensor": {"sequence_parallel": False},
+    "tensor": {"sequence_parallel": False, "loss_parallel": True},
     "shard": {"reshard_after_forward": "auto", "offload": "none"},
     "recompute": {"mode": "none"},
 }
@@ -43,7 +43,7 @@ class Wanted:
         base: the run, resolved for one process.
         machine: on which it will run.
         world_size: number of processes.
-        tensors: tp and sequence parallel -> the tensor rules, once they are known.
+        tensors: tp, sequence parallel and loss parallel -> the tensor rules, once they are known.
         structures: of the model of `base`, once it is known.
     """
 
@@ -51,7 +51,7 @@ class Wanted:
     base: ResolvedRun
     machine: Machine
     world_size: int
-    tensors: dict[tuple[int, bool], TensorPlan] = field(default_factory=dict)
+    tensors: dict[HeadKind, TensorPlan] = field(default_factory=dict)
     structures: dict[PreTrainedModel, Structure] = field(default_factory=dict)
 
     def resolved(self, candidate: Candidate, *, runs_model: bool = False) -> ResolvedRun:
@@ -75,24 +75,27 @@ class Wanted:
             batch,
             self.world_size,
             router=self.config.router,
-            known_tensor=None if runs_model else self.tensors.get(candidate.kind[:2]),
+            known_tensor=None if runs_model else self.tensors.get(candidate.head_kind),
             runs_model=runs_model,
         )
         check_moment_blocks(base.model, base.adapters, self.config.optimizer, plan)
         config = self.config.model_copy(update={"plan": wanted, "micro_batch_size": rows})
         return replace(base, config=config, plan=plan, batch=batch)
 
-    def of_layers(self, kind: Kind, rows: int) -> tuple["Wanted", Candidate]:
+    def of_layers(self, kind: Kind, rows: int, *, loss_parallel: bool, shards: int = 1) -> tuple["Wanted", Candidate]:
         """Return a run on one stage, to look at its layers, and its only candidate.
 
         Args:
             kind: tp, sequence parallel and recomputation.
             rows: sequences of a microbatch.
+            loss_parallel: whether the loss uses parts of the logits.
+            shards: processes among which FSDP2 shards the layers.
         """
         tp, sequence_parallel, recompute = kind
-        config = self.config.model_copy(update={"global_batch_size": MICROBATCHES * rows, "batch_ramp": NO_RAMP})
-        candidate = Candidate(1, 1, 1, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
-        return replace(self, config=config, world_size=tp), candidate
+        batch = {"global_batch_size": shards * MICROBATCHES * rows, "batch_ramp": NO_RAMP}
+        candidate = Candidate(1, 1, shards, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
+        candidate = replace(candidate, loss_parallel=loss_parallel)
+        return replace(self, config=self.config.model_copy(update=batch), world_size=shards * tp), candidate
 
     def takes_cp(self) -> bool:
         """Return whether the model computes on parts of sequences that are worth dividing."""
@@ -108,7 +111,7 @@ class Wanted:
             UserError: if the plan contradicts the model or the batches.
         """
         resolved = self.resolved(candidate)
-        self.tensors[candidate.kind[:2]] = resolved.plan.tensor
+        self.tensors[candidate.head_kind] = resolved.plan.tensor
         return simulated_run(resolved, on_gpus=not self.machine.is_cpu, granularity=self.machine.granularity)
 
     def contradiction(self, candidate: Candidate) -> UserError | None:
