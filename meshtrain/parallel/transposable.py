@@ -117,6 +117,11 @@ def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Co
     return one, other
 
 
+def prepare_sums() -> None:
+    """Count the references that decide whether a sum may be in place, before a step is watched."""
+    _holders_alone()
+
+
 @cache
 def _holders_alone() -> tuple[int, int, int]:
     """Return the references to a gradient in a backward pass that nothing else holds.

@@ -13,6 +13,7 @@ from meshtrain import cli
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.data.tokens.workers import num_cores
+from meshtrain.errors import UserError
 from meshtrain.planning.machine import Machine, find_machine
 from meshtrain.planning.needs import find_needs
 from meshtrain.planning.search.alternatives import variants
@@ -349,18 +350,57 @@ def test_only_whole_logits_are_known_where_they_are_pinned(run_file: str) -> Non
     assert not wanted.resolved(found[0]).plan.tensor.loss_parallel
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
-def test_closed_form_knows_the_hooks_of_fsdp2(reshard: str, run_file: str) -> None:
-    # One number format, so that the layers are simulated without FSDP2 too.
+def test_closed_form_knows_logits_in_chunks(run_file: str) -> None:
+    # The logits of a sequence are few enough to exist at once, those of eight are not.
+    overrides = ["model.config.vocab_size=256_000", "plan.precision.compute='float32'"]
+    wanted = wanted_run(config_of(run_file, *overrides), find_machine("h100-80gb", 4), 4)
+    cases = [candidate(1, 1, 1, 4, rows, loss_parallel=it) for rows in (1, 8, 32) for it in (True, False)]
+    chunks = {wanted.resolved(case).plan.loss.size for case in cases}
+    assert 0 in chunks
+    assert len(chunks) > 1
+    estimator = build_estimator(wanted, cases)
+    for case in cases:
+        memory, seconds = deviations(estimator, wanted, case)
+        assert abs(memory) <= 0.25, case.described()
+        assert abs(seconds) <= 0.15, case.described()
+
+
+HOOKS = [
+    candidate(1, 1, 4, 1, 2, reshard="always"),
+    candidate(1, 1, 4, 1, 2),
+    candidate(1, 4, 1, 1, 2, offload="cpu"),
+    candidate(2, 1, 2, 1, 2),
+    candidate(2, 1, 2, 1, 2, schedule="Interleaved1F1B", stages_per_rank=2),
+]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_closed_form_knows_the_hooks_of_fsdp2(compute: str, run_file: str) -> None:
+    # They take most of the time here. With one number format, layers are simulated without FSDP2.
     text = machine_file(79.1)
     Path(text).write_text(Path(text).read_text().replace("hook_seconds = 0.0", "hook_seconds = 1e-3"))
-    wanted = wanted_run(
-        config_of(run_file, "plan.precision.compute='float32'"), find_machine(text, PROCESSES), PROCESSES
-    )
-    case = candidate(1, 1, 4, 1, 2, reshard=reshard)
-    estimator = build_estimator(wanted, [case])
-    _, seconds = deviations(estimator, wanted, case)
-    assert abs(seconds) <= 0.15
+    config = config_of(run_file, f"plan.precision.compute='{compute}'")
+    wanted = wanted_run(config, find_machine(text, PROCESSES), PROCESSES)
+    estimator = build_estimator(wanted, HOOKS)
+    for case in HOOKS:
+        _, seconds = deviations(estimator, wanted, case)
+        assert abs(seconds) <= 0.2, case.described()
+
+
+def test_closed_form_knows_the_recomputation_of_small_operators() -> None:
+    # Of experts there are many, which take as long for few sequences as for many.
+    wanted = wanted_model(MIXTRAL, length=128, rows=32)
+    cases = [candidate(1, 4, 1, 2, 8, recompute=it) for it in ("none", "selective", "full")]
+    estimator = build_estimator(wanted, cases)
+    for case in cases:
+        _, seconds = deviations(estimator, wanted, case)
+        assert abs(seconds) <= 0.2, case.described()
+
+
+def test_refusal_of_all_plans_is_told(run_file: str) -> None:
+    wanted = wanted_run(config_of(run_file), find_machine("h100-80gb", 3), 3)
+    with pytest.raises(UserError, match="tp = 3"):
+        build_estimator(wanted, [candidate(1, 1, 1, 3, 8), candidate(1, 1, 1, 3, 8, loss_parallel=False)])
 
 
 MIXTRAL = {

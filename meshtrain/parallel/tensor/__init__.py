@@ -60,6 +60,7 @@ from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.tensor.rules import TensorRules, blocks_of, name_of
 from meshtrain.parallel.tensor.sequence import shard_hidden_states
 from meshtrain.parallel.tensor.styles import STYLES
+from meshtrain.parallel.transposable import prepare_sums
 
 
 def apply_tensor_parallel(
@@ -84,6 +85,7 @@ def apply_tensor_parallel(
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
+    prepare_sums()
     group = mesh.get_group()
     context_of = _contexts(stage, Region(group, plan.sequence_parallel, streams), rules)
     summed_over_tp: set[str] = set()

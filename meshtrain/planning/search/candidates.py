@@ -11,6 +11,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schedules import SCHEDULES, ScheduleName, in_equal_rounds
 from meshtrain.parallel.check.shard import WHOLE_PARAMETERS, resolve_shard
+from meshtrain.parallel.shard import has_formats
 
 Reshard = Literal["always", "never"]
 Recompute = Literal["none", "selective", "full"]
@@ -109,10 +110,20 @@ class Candidate:
         words.append(f"microbatch {self.micro_batch_size}")
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["sequence parallel"] if self.sequence_parallel else []
-        words += [] if self.loss_parallel else ["whole logits"]
+        words += ["whole logits"] if self.tp > 1 and not self.loss_parallel else []
         words += ["reshard"] if self.reshard == "always" else []
         words += ["offload"] if self.offload == "cpu" else []
         return ", ".join(words)
+
+
+def needs_sharded(candidate: Candidate, plan: ParallelPlan) -> bool:
+    """Return whether FSDP2 works more for a candidate than for the run on one process.
+
+    Args:
+        candidate: its settings.
+        plan: of the run, for its number formats.
+    """
+    return candidate.sharding_degree > 1 or (candidate.offload == "cpu" and not has_formats(plan))
 
 
 class Choices:

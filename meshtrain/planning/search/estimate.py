@@ -6,7 +6,7 @@ They choose which candidates are simulated, and say why others lose.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -19,8 +19,16 @@ from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import has_formats
-from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard
-from meshtrain.planning.search.layers import LayerNeeds, LayerSeconds, fsdp_seconds, head_seconds, layer_seconds
+from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard, needs_sharded
+from meshtrain.planning.search.layers import (
+    FsdpSeconds,
+    LayerNeeds,
+    LayerSeconds,
+    around_seconds,
+    fsdp_seconds,
+    head_seconds,
+    layer_seconds,
+)
 from meshtrain.planning.search.sizes import ModelSizes, RankSizes, rank_sizes
 from meshtrain.planning.search.update import LARGE, Held, update_seconds
 from meshtrain.planning.simulation.recorder import Work
@@ -71,6 +79,8 @@ class Estimator:
             numbers of sequences.
         sharded: kind of layers, and whether FSDP2 reshards after a forward pass -> what one
             sequence needs with FSDP2. There is one kind of each tp and sequence parallel.
+        chunk_tokens: kind of heads, sequences of a microbatch and cp -> number of tokens for which
+            a process has logits at once.
         speed: of the machine.
     """
 
@@ -84,12 +94,13 @@ class Estimator:
         needs: Mapping[tuple[Kind, int], LayerNeeds],
         heads: Mapping[tuple[HeadKind, int], LayerNeeds],
         sharded: Mapping[tuple[Kind, Reshard], LayerNeeds],
+        chunk_tokens: Callable[[HeadKind, int, int], int],
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._sizes = plan, sizes
         self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
         self._needs, self._heads, self._sharded = needs, heads, sharded
-        self._speed, self._touched = speed, touched
+        self._speed, self._touched, self._chunk_tokens = speed, touched, cache(chunk_tokens)
         self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
         self._head_with_more = {kind[:2]: kind for kind, rows in heads if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
@@ -100,7 +111,8 @@ class Estimator:
         self._cached_seconds = cache(self._part_seconds)
         self._known_seconds = cache(self._needed_seconds)
         self._known_head = cache(self._head_seconds)
-        self._hooks = cache(self._hook_seconds)
+        self._known_fsdp = cache(self._fsdp_seconds)
+        self._known_around = cache(self._around_seconds)
         self._rates = cache(self._mesh_rates)
         self._messages = cache(self._message_seconds)
         self._matrices = cache(self._matrix_seconds)
@@ -110,7 +122,7 @@ class Estimator:
         if (candidate.kind, 1) not in self._needs or (candidate.head_kind, 1) not in self._heads:
             return False
         known = self._with_more[candidate.kind[:2]]
-        return candidate.sharding_degree == 1 or (known, candidate.reshard) in self._sharded
+        return not needs_sharded(candidate, self._plan) or (known, candidate.reshard) in self._sharded
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
@@ -146,9 +158,10 @@ class Estimator:
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
         if candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward:
             activations *= SPLIT
-        passing = max(self._extra_bytes(candidate), self._head_bytes(candidate) if rank == shape.head_rank else 0.0)
+        head = self._head_bytes(candidate) if rank == shape.head_rank else 0.0
+        passing = max(self._extra_bytes(candidate) / candidate.cp, head)
         activations *= candidate.micro_batch_size
-        return state + gathered + gradients + (activations + passing) / candidate.cp
+        return state + gathered + gradients + activations / candidate.cp + passing
 
     def _uses_fsdp(self, candidate: Candidate) -> bool:
         return candidate.sharding_degree > 1 or self._has_formats or candidate.offload == "cpu"
@@ -165,14 +178,24 @@ class Estimator:
     def _extra_bytes(self, candidate: Candidate) -> float:
         """Return the bytes that a layer needs besides what is kept."""
         known = self._with_more[candidate.kind[:2]]
-        pair = (self._needs[known, rows].extra_bytes for rows in (1, MORE_ROWS))
-        return _at_rows(candidate.micro_batch_size, self._needs[candidate.kind, 1].extra_bytes, *pair)
+        # The gradients of parameters do not grow with the sequences.
+        fixed = _at_rows(0, *(self._needs[known, rows].extra_bytes for rows in (1, MORE_ROWS)))
+        own = self._needs[candidate.kind, 1].extra_bytes
+        return fixed + candidate.micro_batch_size * max(0.0, own - fixed)
 
     def _head_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes that the head and the loss need."""
-        known = self._head_with_more[candidate.head_kind[:2]]
-        pair = (self._heads[known, rows].head_bytes for rows in (1, MORE_ROWS))
-        return _at_rows(candidate.micro_batch_size, self._heads[candidate.head_kind, 1].head_bytes, *pair)
+        """Return the bytes that the head and the loss need on a process.
+
+        Logits exist for a chunk, hidden states and their gradients for all tokens.
+        """
+        kind, rows, cp = candidate.head_kind, candidate.micro_batch_size, candidate.cp
+        one, tokens = self._chunk_tokens(kind, 1, 1), rows * self._length // cp
+        at_once = self._chunk_tokens(kind, rows, cp)
+        per_hidden = 2 * self._sizes.hidden * self._compute
+        simulated = self._heads[kind, 1].head_bytes
+        if one < self._length:
+            simulated -= self._length * per_hidden
+        return simulated / one * at_once + (tokens * per_hidden if at_once < tokens else 0)
 
     def _chunks(self, candidate: Candidate, number: int) -> list[int]:
         if candidate.pp == 1:
@@ -190,6 +213,7 @@ class Estimator:
             + (parts.head_seconds if rank == shape.head_rank else 0.0)
             for rank in range(candidate.pp)
         )
+        busy += candidate.stages_per_rank * parts.stage_seconds
         total = number * busy + max(shape.layers) * parts.once_seconds + self._bubble(candidate, busy, number)
         exposed = self._gather_seconds(candidate, number, parts.forward_seconds, parts.backward_seconds)
         exposed += self._replica_seconds(candidate, parts.backward_seconds)
@@ -198,15 +222,19 @@ class Estimator:
 
     def _parts_of(self, candidate: Candidate) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
-        reshard = candidate.reshard if candidate.sharding_degree > 1 else None
+        reshard = candidate.reshard if needs_sharded(candidate, self._plan) else None
         parts = self._cached_seconds(candidate.kind, candidate.head_kind, candidate.micro_batch_size, reshard)
         if candidate.ep == candidate.cp == 1:
             return parts
-        forward, backward, once, head = astuple(parts)
         messages = self._exchange_seconds(candidate)
         again = 2 if candidate.recompute == "full" else 1
         cp = candidate.cp
-        return LayerSeconds(forward / cp + messages, backward / cp + again * messages, once, head / cp)
+        return replace(
+            parts,
+            forward_seconds=parts.forward_seconds / cp + messages,
+            backward_seconds=parts.backward_seconds / cp + again * messages,
+            head_seconds=parts.head_seconds / cp,
+        )
 
     def _exchange_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of the messages of ep and cp in a layer and a pass."""
@@ -230,20 +258,35 @@ class Estimator:
             rows: sequences of the microbatch.
             reshard: of FSDP2; None if nothing is sharded.
         """
-        seconds, known = self._known_seconds, self._with_more[kind[:2]]
-        # What does not grow with the sequences is the work of parameters, whatever is recomputed.
-        found = zip(seconds(kind, 1), seconds(known, 1), seconds(known, MORE_ROWS), strict=True)
-        forward, backward = (_at_rows(rows, *it) for it in found)
-        pair = (self._known_head(self._head_with_more[head_kind[:2]], number) for number in (1, MORE_ROWS))
-        head = _at_rows(rows, self._known_head(head_kind, 1), *pair)
-        more_forward, more_backward, once = self._hooks(known, reshard)
-        return LayerSeconds(forward + more_forward, backward + more_backward, once, head)
+        known, known_head = self._with_more[kind[:2]], self._head_with_more[head_kind[:2]]
+        forward, backward = self._known_seconds(known, 1)
+        pairs = zip((forward, backward), self._known_seconds(known, MORE_ROWS), strict=True)
+        more_forward, more_backward = (_at_rows(rows, *pair) for pair in pairs)
+        # What is recomputed grows with the sequences as the forward pass does. A backward pass also
+        # has work of the parameters alone, whatever is recomputed.
+        own_forward, own_backward = self._known_seconds(kind, 1)
+        growth = more_forward / forward
+        head, more_head = (self._known_head(known_head, number) for number in (1, MORE_ROWS))
+        around = _at_rows(rows, *(self._known_around(known, number) for number in (1, MORE_ROWS)))
+        fsdp = self._known_fsdp(known, reshard)
+        return LayerSeconds(
+            forward_seconds=own_forward * growth + around + fsdp.forward_seconds,
+            backward_seconds=more_backward + (own_backward - backward) * growth + fsdp.backward_seconds,
+            stage_seconds=fsdp.stage_seconds,
+            once_seconds=fsdp.once_seconds,
+            # What other heads have more is the work of logits.
+            head_seconds=_at_rows(rows, head, more_head) + rows * (self._known_head(head_kind, 1) - head),
+        )
 
-    def _hook_seconds(self, kind: Kind, reshard: Reshard | None) -> tuple[float, float, float]:
+    def _fsdp_seconds(self, kind: Kind, reshard: Reshard | None) -> FsdpSeconds:
         """Return the seconds of FSDP2 itself, as `fsdp_seconds` does."""
         alone = self._needs[kind, 1]
         sharded = alone if reshard is None else self._sharded[kind, reshard]
         return fsdp_seconds(sharded, alone, self._rates_alone(kind[0]))
+
+    def _around_seconds(self, kind: Kind, rows: int) -> float:
+        """Return the seconds of what is around the layers, as `around_seconds` does."""
+        return around_seconds(self._needs[kind, rows], self._rates_alone(kind[0]))
 
     def _needed_seconds(self, kind: Kind, rows: int) -> tuple[float, float]:
         """Return the seconds of a layer for a simulated microbatch, as `layer_seconds` does."""
@@ -280,8 +323,8 @@ class Estimator:
         if candidate.sharding_degree == 1:
             return 0.0
         sizes = self._sizes
-        gather = self._fsdp_seconds(candidate, "all_gather", self._compute)
-        reduce = self._fsdp_seconds(candidate, "reduce_scatter", self._reduce)
+        gather = self._fsdp_message(candidate, "all_gather", self._compute)
+        reduce = self._fsdp_message(candidate, "reduce_scatter", self._reduce)
         layers = len(sizes.layers) / candidate.pp
         # Which passes gather, and how often.
         passes, times = ((forward, backward), number) if candidate.reshard == "always" else ((forward,), 1)
@@ -293,7 +336,7 @@ class Estimator:
         later = layers * sum(max(0.0, gather - seconds) for seconds in passes)
         return times * (first + later) + reductions * layers * max(0.0, reduce - backward)
 
-    def _fsdp_seconds(self, candidate: Candidate, name: str, itemsize: int) -> float:
+    def _fsdp_message(self, candidate: Candidate, name: str, itemsize: int) -> float:
         """Return the seconds of FSDP2's message for the largest layer, and that for its experts."""
         degrees, tp = dict(zip(AXES, candidate.mesh, strict=True)), candidate.tp
         sizes = {fsdp_axis_of(degrees): self._largest_layer(candidate)}
@@ -335,17 +378,16 @@ class Estimator:
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
 
 
-def _at_rows(rows: int, one: float, low: float, high: float) -> float:
+def _at_rows(rows: int, one: float, more: float) -> float:
     """Return a value for a microbatch. A part of it does not grow with the sequences.
 
     Args:
         rows: sequences of the microbatch.
         one: the value for one sequence.
-        low: the value for one sequence of what has the same fixed part.
-        high: the same for `MORE_ROWS` sequences.
+        more: the value for `MORE_ROWS` sequences.
     """
-    fixed = max(0.0, low - (high - low) / (MORE_ROWS - 1))
-    return fixed + rows * max(0.0, one - fixed)
+    fixed = max(0.0, one - (more - one) / (MORE_ROWS - 1))
+    return fixed + rows * (one - fixed)
 
 
 @cache

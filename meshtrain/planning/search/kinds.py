@@ -20,7 +20,7 @@ from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
-from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard
+from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard, needs_sharded
 from meshtrain.planning.search.estimate import MORE_ROWS, Estimator
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.search.sizes import ModelSizes
@@ -58,12 +58,14 @@ def build_estimator(wanted: Wanted, candidates: Collection[Candidate]) -> Estima
         sharded |= found.sharded
         wanted.tensors.update(found.tensors)
         refusals += found.refusals
-    if not needs:
-        raise refusals[0]
     batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
     parameters: torch.dtype = getattr(torch, wanted.base.plan.precision.parameters)
     touched = touched_bytes(wanted.config.optimizer, parameters)
-    return Estimator(wanted.base.plan, wanted.config.kept_bytes, touched, batch, sizes, needs, heads, sharded, speed)
+    kept, chunks = wanted.config.kept_bytes, wanted.tokens_at_once
+    estimator = Estimator(wanted.base.plan, kept, touched, batch, sizes, needs, heads, sharded, chunks, speed)
+    if not any(map(estimator.knows, candidates)):
+        raise refusals[0]
+    return estimator
 
 
 @dataclass
@@ -88,7 +90,8 @@ class _Found:
 def _needs_of_kinds(tp: int, wanted: Wanted, candidates: Collection[Candidate], num_layers: int) -> _Found:
     ours = [it for it in candidates if it.tp == tp]
     head_kinds = sorted({it.head_kind for it in ours}, key=lambda it: not it[2])
-    reshards = {it.reshard for it in ours if it.sharding_degree > 1}
+    sharded = [it for it in ours if needs_sharded(it, wanted.base.plan)]
+    shards = min((it.sharding_degree for it in sharded if it.sharding_degree > 1), default=2)
     found = _Found()
     # Without recomputation, less of the work of a layer is that of the parameters alone.
     for kind in sorted({it.kind for it in ours}, key=lambda it: (not it[1], it[2] != "none")):
@@ -104,8 +107,8 @@ def _needs_of_kinds(tp: int, wanted: Wanted, candidates: Collection[Candidate], 
             numbers = (1,) if (kind, 1) in found.needs else (1, MORE_ROWS)
             _add(found, wanted, kind, head, numbers, num_layers)
         if (kind, 1) in found.needs:
-            for reshard in reshards:
-                _add_sharded(found, wanted, kind, reshard, num_layers)
+            for reshard in {it.reshard for it in sharded}:
+                _add_sharded(found, wanted, kind, reshard, shards, num_layers)
     found.tensors = wanted.tensors
     return found
 
@@ -124,10 +127,10 @@ def _add(found: _Found, wanted: Wanted, kind: Kind, head: HeadKind, numbers: Col
         found.heads.setdefault((head, rows), answer)
 
 
-def _add_sharded(found: _Found, wanted: Wanted, kind: Kind, reshard: Reshard, num_layers: int) -> None:
+def _add_sharded(found: _Found, wanted: Wanted, kind: Kind, reshard: Reshard, shards: int, num_layers: int) -> None:
     """Add what layers need with parameters that FSDP2 shards."""
     head = next(head for head, _ in found.heads if head[:2] == kind[:2])
-    alone, candidate = wanted.of_layers(kind, 1, loss_parallel=head[2], shards=2)
+    alone, candidate = wanted.of_layers(kind, 1, loss_parallel=head[2], shards=shards)
     answer = _layer_needs(alone, replace(candidate, reshard=reshard), num_layers)
     if isinstance(answer, UserError):
         found.refusals.append(answer)
@@ -176,6 +179,7 @@ def _model_sizes(base: ResolvedRun) -> ModelSizes:
         layer_flops=(before + first, *others),
         head_flops=after,
         exchanged=hidden * _num_choices(base.model.config.get_text_config()),
+        hidden=hidden,
         keys=2 * hidden if heads is None else 2 * hidden * heads.keys // heads.queries,
         matrices=_matrices(base) if base.config.optimizer.takes_whole_matrices else (),
     )

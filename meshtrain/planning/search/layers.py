@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtrain.compat.fake import HOOK
 from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import Role, Work
+from meshtrain.planning.simulation.recorder import HEAD, Role, Work
 from meshtrain.planning.speed.rates import Rates
 
 # The first one, those that are alike, and the last one.
@@ -26,7 +27,8 @@ class LayerNeeds:
         extra_bytes: at most besides what is kept, in the backward pass of a layer.
         forward_work: of each layer.
         backward_work: of each layer, with recomputation.
-        head_work: of the rest, forward and backward.
+        head_work: of the head and the loss, forward and backward.
+        around_work: of the rest: the embedding, and what FSDP2 does before the layers.
         passes: phase and microbatch -> all work of this pass.
     """
 
@@ -36,6 +38,7 @@ class LayerNeeds:
     forward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     backward_work: tuple[tuple[Counter[Work] | Work, ...], ...]
     head_work: tuple[Counter[Work] | Work, ...]
+    around_work: tuple[Counter[Work] | Work, ...]
     passes: Mapping[tuple[str, int], tuple[Counter[Work] | Work, ...]]
 
 
@@ -60,7 +63,8 @@ def layer_needs(profile: RankProfile, num_layers: int) -> LayerNeeds:
         extra_bytes=max(_rise(action) for action in backward if action.place in inner),
         forward_work=tuple(_work(forward, it) for it in layers),
         backward_work=tuple(_work(backward, it) for it in layers),
-        head_work=tuple(work for action in rest for work in action.work),
+        head_work=tuple(work for action in rest if action.place == HEAD for work in action.work),
+        around_work=tuple(work for action in rest if action.place != HEAD for work in action.work),
         passes={(phase, it): _pass(profile, phase, it) for phase in (FORWARD, BACKWARD) for it in range(MICROBATCHES)},
     )
 
@@ -91,19 +95,21 @@ class LayerSeconds:
     Attributes:
         forward_seconds: of a layer, on average.
         backward_seconds: of a layer, with recomputation.
+        stage_seconds: of what each stage has besides its layers.
         once_seconds: of a layer once in a step: what FSDP2 does only in the first forward and in
             the last backward pass, besides messages.
-        head_seconds: of the rest, forward and backward.
+        head_seconds: of the head and the loss, forward and backward.
     """
 
     forward_seconds: float
     backward_seconds: float
+    stage_seconds: float
     once_seconds: float
     head_seconds: float
 
 
 def layer_seconds(needs: LayerNeeds, rates: Rates) -> tuple[float, float]:
-    """Return how long a layer takes for a microbatch, forward and backward."""
+    """Return how long a layer takes for a microbatch: its forward and its backward pass."""
     forward, backward = (
         sum(_seconds(work, rates) for work in works) / len(works) for works in (needs.forward_work, needs.backward_work)
     )
@@ -111,30 +117,60 @@ def layer_seconds(needs: LayerNeeds, rates: Rates) -> tuple[float, float]:
 
 
 def head_seconds(needs: LayerNeeds, rates: Rates) -> float:
-    """Return how long the rest takes for a microbatch, forward and backward."""
+    """Return how long the head and the loss take for a microbatch, forward and backward."""
     return _seconds(needs.head_work, rates)
 
 
-def fsdp_seconds(sharded: LayerNeeds, alone: LayerNeeds, rates: Rates) -> tuple[float, float, float]:
-    """Return what FSDP2 adds to a layer, besides messages: its hooks and copies.
+def around_seconds(needs: LayerNeeds, rates: Rates) -> float:
+    """Return how long all else takes for a microbatch, as a share of each layer."""
+    return _seconds(needs.around_work, rates) / len(needs.forward_work)
+
+
+@dataclass(frozen=True)
+class FsdpSeconds:
+    """How long FSDP2 itself takes for a microbatch, besides messages: its hooks and copies.
+
+    Attributes:
+        forward_seconds: that it adds to the forward pass of a layer.
+        backward_seconds: that it adds to the backward pass of a layer.
+        stage_seconds: of its hooks for what belongs to no layer. This is one more unit of FSDP2 in
+            each stage, and has about as many.
+        once_seconds: of a layer once in a step.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    stage_seconds: float
+    once_seconds: float
+
+
+def fsdp_seconds(sharded: LayerNeeds, alone: LayerNeeds, rates: Rates) -> FsdpSeconds:
+    """Return how long FSDP2 itself takes.
 
     Args:
         sharded: the needs with FSDP2.
         alone: the needs that are known of the same layers.
         rates: for which messages over data axes take no time.
-
-    Returns:
-        The seconds that it adds to the forward and the backward pass of each microbatch, and once
-        in a step.
     """
+
+    units = len(sharded.forward_work) + 1
 
     def seconds(needs: LayerNeeds, phase: str, microbatch: int) -> float:
         # Its hooks run before those that tell where a layer begins.
-        return _seconds(needs.passes[phase, microbatch], rates) / len(needs.forward_work)
+        return _seconds(needs.passes[phase, microbatch], rates) / units
 
     forward, backward = (seconds(sharded, phase, 1) for phase in (FORWARD, BACKWARD))
-    once = seconds(sharded, FORWARD, 0) - forward + seconds(sharded, BACKWARD, MICROBATCHES - 1) - backward
-    return forward - seconds(alone, FORWARD, 1), backward - seconds(alone, BACKWARD, 1), max(0.0, once)
+    first, last = seconds(sharded, FORWARD, 0), seconds(sharded, BACKWARD, MICROBATCHES - 1)
+    hooks = Counter[Work]()
+    for work in (*sharded.passes[FORWARD, 1], *sharded.passes[BACKWARD, 1]):
+        if not isinstance(work, Work):
+            hooks.update({kind: number for kind, number in work.items() if kind.name == HOOK})
+    return FsdpSeconds(
+        forward_seconds=forward - seconds(alone, FORWARD, 1),
+        backward_seconds=backward - seconds(alone, BACKWARD, 1),
+        stage_seconds=rates.compute_seconds(hooks) / units,
+        once_seconds=max(0.0, first - forward + last - backward),
+    )
 
 
 def _seconds(work: Sequence[Counter[Work] | Work], rates: Rates) -> float:

@@ -22,6 +22,7 @@ class ModelSizes:
         layer_flops: per token, of each layer.
         head_flops: per token, after the layers.
         exchanged: number of elements that travel to experts and back for a token, in a layer.
+        hidden: number of elements of a hidden state of a token.
         keys: number of elements of keys and values of a token, in a layer.
         matrices: of each layer, those that the optimizer updates as a whole; empty: none.
     """
@@ -33,6 +34,7 @@ class ModelSizes:
     layer_flops: tuple[float, ...]
     head_flops: float
     exchanged: int
+    hidden: int
     keys: int
     matrices: tuple[Held, ...] = ()
 

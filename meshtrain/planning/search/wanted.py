@@ -14,6 +14,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.errors import UserError
 from meshtrain.parallel.check import resolve_plan
 from meshtrain.parallel.check.context import check_context
+from meshtrain.parallel.check.head import resolve_loss
 from meshtrain.parallel.cut.probe import Structure, structures_shared
 from meshtrain.parallel.moment_blocks import check_moment_blocks
 from meshtrain.planning.machine import Machine
@@ -96,6 +97,24 @@ class Wanted:
         candidate = Candidate(1, 1, shards, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
         candidate = replace(candidate, loss_parallel=loss_parallel)
         return replace(self, config=self.config.model_copy(update=batch), world_size=shards * tp), candidate
+
+    def tokens_at_once(self, kind: HeadKind, rows: int, cp: int) -> int:
+        """Return for how many tokens of a microbatch a process has logits at once.
+
+        Args:
+            kind: tp, sequence parallel and loss parallel.
+            rows: sequences of a microbatch.
+            cp: processes that share a sequence.
+        """
+        tp, _, loss_parallel = kind
+        tensor = self.base.plan.tensor.model_copy(update={"loss_parallel": loss_parallel})
+        mesh = MeshPlan(dp_shard=1, cp=cp, tp=tp)
+        plan = self.config.plan.model_copy(update={"mesh": mesh, "tensor": tensor})
+        batch = replace(self.base.batch, micro_batch_size=self.base.batch.rows * rows)
+        tokens = batch.micro_batch_size * batch.sequence_length // cp
+        chunk = resolve_loss(plan, self.base.model, batch, runs_model=False).chunk_tokens
+        assert isinstance(chunk, int)
+        return min(chunk or tokens, tokens)
 
     def takes_cp(self) -> bool:
         """Return whether the model computes on parts of sequences that are worth dividing."""
