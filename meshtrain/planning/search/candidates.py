@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshtrain.config.mesh import AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan
@@ -29,10 +29,32 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MOST_ROWS = 64
 # Sequences of this many tokens are worth dividing among processes.
 LONG, MOST_CP = 16_384, 8
-Kind = tuple[int, bool, Recompute]
-"""tp, sequence parallel and recomputation: candidates of one kind have the same layers."""
-HeadKind = tuple[int, bool, bool]
-"""tp, sequence parallel and loss parallel: such candidates have the same head and loss."""
+
+
+class Kind(NamedTuple):
+    """What determines the layers of a candidate."""
+
+    tp: int
+    sequence_parallel: bool
+    recompute: Recompute
+
+    @property
+    def cut(self) -> tuple[int, bool]:
+        """Return how the layers are cut, whatever is recomputed."""
+        return self.tp, self.sequence_parallel
+
+
+class HeadKind(NamedTuple):
+    """What determines the head and the loss of a candidate."""
+
+    tp: int
+    sequence_parallel: bool
+    loss_parallel: bool
+
+    @property
+    def cut(self) -> tuple[int, bool]:
+        """Return how the layers before the head are cut."""
+        return self.tp, self.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -77,12 +99,12 @@ class Candidate:
     @property
     def kind(self) -> Kind:
         """Return what determines its layers."""
-        return self.tp, self.sequence_parallel, self.recompute
+        return Kind(self.tp, self.sequence_parallel, self.recompute)
 
     @property
     def head_kind(self) -> HeadKind:
         """Return what determines its head and its loss."""
-        return self.tp, self.sequence_parallel, self.loss_parallel
+        return HeadKind(self.tp, self.sequence_parallel, self.loss_parallel)
 
     def plan(self, plan: ParallelPlan) -> ParallelPlan:
         """Return a plan with these settings."""

@@ -5,9 +5,10 @@ They choose which candidates are simulated, and say why others lose.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from statistics import mean
 
 import torch
 
@@ -19,16 +20,9 @@ from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.parallel.check import BatchShape
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import has_formats
-from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard, needs_sharded
-from meshtrain.planning.search.layers import (
-    FsdpSeconds,
-    LayerNeeds,
-    LayerSeconds,
-    around_seconds,
-    fsdp_seconds,
-    head_seconds,
-    layer_seconds,
-)
+from meshtrain.planning.search.candidates import Candidate, HeadKind, needs_sharded
+from meshtrain.planning.search.layers import LayerSeconds
+from meshtrain.planning.search.parts import Parts
 from meshtrain.planning.search.sizes import ModelSizes, RankSizes, rank_sizes
 from meshtrain.planning.search.update import LARGE, Held, update_seconds
 from meshtrain.planning.simulation.recorder import Work
@@ -38,9 +32,6 @@ from meshtrain.planning.speed.rates import GB, Rates
 # hold those of all microbatches.
 ROUNDS = 2
 ALL_AT_ONCE = ("GPipe", "LoopedBFS")
-# Sequences of a microbatch that shows which work does not grow with them, such as adding gradients
-# of parameters.
-MORE_ROWS = 4
 # Between its two parts, a backward pass keeps gradients too.
 SPLIT = 1.3
 
@@ -73,12 +64,7 @@ class Estimator:
         touched: as `touched_bytes` returns it.
         batch: shape of the batches.
         sizes: of the model.
-        needs: kind of layers and sequences of a microbatch -> what layers need. There is one
-            sequence for all kinds, and `MORE_ROWS` for one kind of each tp and sequence parallel.
-        heads: kind of heads and sequences of a microbatch -> what the head needs, for the same
-            numbers of sequences.
-        sharded: kind of layers, and whether FSDP2 reshards after a forward pass -> what one
-            sequence needs with FSDP2. There is one kind of each tp and sequence parallel.
+        parts: the layers and heads.
         chunk_tokens: kind of heads, sequences of a microbatch and cp -> number of tokens for which
             a process has logits at once.
         speed: of the machine.
@@ -91,38 +77,25 @@ class Estimator:
         touched: float,
         batch: BatchShape,
         sizes: ModelSizes,
-        needs: Mapping[tuple[Kind, int], LayerNeeds],
-        heads: Mapping[tuple[HeadKind, int], LayerNeeds],
-        sharded: Mapping[tuple[Kind, Reshard], LayerNeeds],
+        parts: Parts,
         chunk_tokens: Callable[[HeadKind, int, int], int],
         speed: SpeedConfig,
     ) -> None:
-        self._plan, self._sizes = plan, sizes
+        self._plan, self._sizes, self._parts = plan, sizes, parts
         self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
-        self._needs, self._heads, self._sharded = needs, heads, sharded
         self._speed, self._touched, self._chunk_tokens = speed, touched, cache(chunk_tokens)
-        self._with_more = {kind[:2]: kind for kind, rows in needs if rows == MORE_ROWS}
-        self._head_with_more = {kind[:2]: kind for kind, rows in heads if rows == MORE_ROWS}
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
         self._parameter, self._compute, self._reduce = (getattr(torch, name).itemsize for name in formats)
         self._parameters: torch.dtype = getattr(torch, plan.precision.parameters)
         self._kept = tuple(kept(self._parameter, LARGE, LARGE, of_matrix=it) / math.prod(LARGE) for it in (False, True))
         self._has_formats = has_formats(plan)
-        self._cached_seconds = cache(self._part_seconds)
-        self._known_seconds = cache(self._needed_seconds)
-        self._known_head = cache(self._head_seconds)
-        self._known_fsdp = cache(self._fsdp_seconds)
-        self._known_around = cache(self._around_seconds)
         self._rates = cache(self._mesh_rates)
         self._messages = cache(self._message_seconds)
         self._matrices = cache(self._matrix_seconds)
 
     def knows(self, candidate: Candidate) -> bool:
         """Return whether the layers and the head of a candidate were simulated."""
-        if (candidate.kind, 1) not in self._needs or (candidate.head_kind, 1) not in self._heads:
-            return False
-        known = self._with_more[candidate.kind[:2]]
-        return not needs_sharded(candidate, self._plan) or (known, candidate.reshard) in self._sharded
+        return self._parts.knows(candidate, is_sharded=needs_sharded(candidate, self._plan))
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return what a candidate needs."""
@@ -135,7 +108,6 @@ class Estimator:
         )
 
     def _bytes(self, candidate: Candidate, shape: RankSizes, rank: int, number: int) -> float:
-        needs = self._needs[candidate.kind, 1]
         whole = (shape.parameters[rank] + shape.experts[rank] / candidate.ep) / candidate.tp
         shard = self._shard(candidate, shape.parameters[rank] + shape.experts[rank])
         # Nearly all parameters of layers are matrices.
@@ -153,13 +125,14 @@ class Estimator:
             gathered += layer + largest * self._reduce
         else:
             gathered, gradients = 0.0, trained * shard * self._parameter
-        kept = sum(needs.kept_bytes) / len(needs.kept_bytes)
+        kept = mean(self._parts.kept_bytes(candidate.kind))
         chunks = self._chunks(candidate, number)[rank]
         activations = chunks * kept * shape.layers[rank] / candidate.stages_per_rank
         if candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward:
             activations *= SPLIT
         head = self._head_bytes(candidate) if rank == shape.head_rank else 0.0
-        passing = max(self._extra_bytes(candidate) / candidate.cp, head)
+        extra = self._parts.extra_bytes(candidate.kind, candidate.micro_batch_size)
+        passing = max(extra / candidate.cp, head)
         activations *= candidate.micro_batch_size
         return state + gathered + gradients + activations / candidate.cp + passing
 
@@ -175,14 +148,6 @@ class Estimator:
         sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
         return max(others + experts / candidate.ep for others, experts in sizes) / candidate.tp
 
-    def _extra_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes that a layer needs besides what is kept."""
-        known = self._with_more[candidate.kind[:2]]
-        # The gradients of parameters do not grow with the sequences.
-        fixed = _at_rows(0, *(self._needs[known, rows].extra_bytes for rows in (1, MORE_ROWS)))
-        own = self._needs[candidate.kind, 1].extra_bytes
-        return fixed + candidate.micro_batch_size * max(0.0, own - fixed)
-
     def _head_bytes(self, candidate: Candidate) -> float:
         """Return the bytes that the head and the loss need on a process.
 
@@ -192,7 +157,7 @@ class Estimator:
         one, tokens = self._chunk_tokens(kind, 1, 1), rows * self._length // cp
         at_once = self._chunk_tokens(kind, rows, cp)
         per_hidden = 2 * self._sizes.hidden * self._compute
-        simulated = self._heads[kind, 1].head_bytes
+        simulated: float = self._parts.head_bytes(kind)
         if one < self._length:
             simulated -= self._length * per_hidden
         return simulated / one * at_once + (tokens * per_hidden if at_once < tokens else 0)
@@ -223,7 +188,7 @@ class Estimator:
     def _parts_of(self, candidate: Candidate) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
         reshard = candidate.reshard if needs_sharded(candidate, self._plan) else None
-        parts = self._cached_seconds(candidate.kind, candidate.head_kind, candidate.micro_batch_size, reshard)
+        parts = self._parts.seconds(candidate.kind, candidate.head_kind, candidate.micro_batch_size, reshard)
         if candidate.ep == candidate.cp == 1:
             return parts
         messages = self._exchange_seconds(candidate)
@@ -248,56 +213,6 @@ class Estimator:
             gathered = tokens * sizes.keys // candidate.tp * self._compute
             seconds += self._messages(*where, "all_gather", gathered, CP)
         return seconds
-
-    def _part_seconds(self, kind: Kind, head_kind: HeadKind, rows: int, reshard: Reshard | None) -> LayerSeconds:
-        """Return the seconds of parts for a microbatch.
-
-        Args:
-            kind: of the layers.
-            head_kind: of the head.
-            rows: sequences of the microbatch.
-            reshard: of FSDP2; None if nothing is sharded.
-        """
-        known, known_head = self._with_more[kind[:2]], self._head_with_more[head_kind[:2]]
-        forward, backward = self._known_seconds(known, 1)
-        pairs = zip((forward, backward), self._known_seconds(known, MORE_ROWS), strict=True)
-        more_forward, more_backward = (_at_rows(rows, *pair) for pair in pairs)
-        # What is recomputed grows with the sequences as the forward pass does. A backward pass also
-        # has work of the parameters alone, whatever is recomputed.
-        own_forward, own_backward = self._known_seconds(kind, 1)
-        growth = more_forward / forward
-        head, more_head = (self._known_head(known_head, number) for number in (1, MORE_ROWS))
-        around = _at_rows(rows, *(self._known_around(known, number) for number in (1, MORE_ROWS)))
-        fsdp = self._known_fsdp(known, reshard)
-        return LayerSeconds(
-            forward_seconds=own_forward * growth + around + fsdp.forward_seconds,
-            backward_seconds=more_backward + (own_backward - backward) * growth + fsdp.backward_seconds,
-            stage_seconds=fsdp.stage_seconds,
-            once_seconds=fsdp.once_seconds,
-            # What other heads have more is the work of logits.
-            head_seconds=_at_rows(rows, head, more_head) + rows * (self._known_head(head_kind, 1) - head),
-        )
-
-    def _fsdp_seconds(self, kind: Kind, reshard: Reshard | None) -> FsdpSeconds:
-        """Return the seconds of FSDP2 itself, as `fsdp_seconds` does."""
-        alone = self._needs[kind, 1]
-        sharded = alone if reshard is None else self._sharded[kind, reshard]
-        return fsdp_seconds(sharded, alone, self._rates_alone(kind[0]))
-
-    def _around_seconds(self, kind: Kind, rows: int) -> float:
-        """Return the seconds of what is around the layers, as `around_seconds` does."""
-        return around_seconds(self._needs[kind, rows], self._rates_alone(kind[0]))
-
-    def _needed_seconds(self, kind: Kind, rows: int) -> tuple[float, float]:
-        """Return the seconds of a layer for a simulated microbatch, as `layer_seconds` does."""
-        return layer_seconds(self._needs[kind, rows], self._rates_alone(kind[0]))
-
-    def _head_seconds(self, kind: HeadKind, rows: int) -> float:
-        """Return the seconds of the head and the loss for a simulated microbatch."""
-        return head_seconds(self._heads[kind, rows], self._rates_alone(kind[0]))
-
-    def _rates_alone(self, tp: int) -> Rates:
-        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
 
     def _mesh_rates(self, mesh: tuple[int, ...], offload: str) -> Rates:
         plan = MeshPlan(**dict(zip(AXES, mesh, strict=True)))
@@ -372,22 +287,9 @@ class Estimator:
         """Return the seconds of messages between stages that a process waits for."""
         if candidate.pp == 1:
             return 0.0
-        needs = self._needs[candidate.kind, 1]
-        size = min(needs.kept_bytes) * candidate.micro_batch_size // candidate.cp
+        size = min(self._parts.kept_bytes(candidate.kind)) * candidate.micro_batch_size // candidate.cp
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
-
-
-def _at_rows(rows: int, one: float, more: float) -> float:
-    """Return a value for a microbatch. A part of it does not grow with the sequences.
-
-    Args:
-        rows: sequences of the microbatch.
-        one: the value for one sequence.
-        more: the value for `MORE_ROWS` sequences.
-    """
-    fixed = max(0.0, one - (more - one) / (MORE_ROWS - 1))
-    return fixed + rows * (one - fixed)
 
 
 @cache

@@ -21,8 +21,9 @@ from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
 from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard, needs_sharded
-from meshtrain.planning.search.estimate import MORE_ROWS, Estimator
+from meshtrain.planning.search.estimate import Estimator
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
+from meshtrain.planning.search.parts import MORE_ROWS, Parts, Simulated
 from meshtrain.planning.search.sizes import ModelSizes
 from meshtrain.planning.search.update import Held, Matrices, joined, touched_bytes
 from meshtrain.planning.search.wanted import Wanted
@@ -48,21 +49,16 @@ def build_estimator(wanted: Wanted, candidates: Collection[Candidate]) -> Estima
     degrees = sorted({it.tp for it in candidates})
     sizes, speed = _model_sizes(wanted.base), wanted.machine.config.speed
     assert speed is not None
-    needs: dict[tuple[Kind, int], LayerNeeds] = {}
-    heads: dict[tuple[HeadKind, int], LayerNeeds] = {}
-    sharded: dict[tuple[Kind, Reshard], LayerNeeds] = {}
-    refusals: list[UserError] = []
-    for found in on_all_cores(_needs_of_kinds, degrees, wanted, candidates, len(sizes.layers)):
-        needs |= found.needs
-        heads |= found.heads
-        sharded |= found.sharded
+    simulated, refusals = Simulated(), list[UserError]()
+    for found in on_all_cores(_of_tp, degrees, wanted, candidates, len(sizes.layers)):
+        simulated.add(found.simulated)
         wanted.tensors.update(found.tensors)
         refusals += found.refusals
     batch = replace(wanted.base.batch, global_batch_size=wanted.config.global_batch_size)
     parameters: torch.dtype = getattr(torch, wanted.base.plan.precision.parameters)
     touched = touched_bytes(wanted.config.optimizer, parameters)
     kept, chunks = wanted.config.kept_bytes, wanted.tokens_at_once
-    estimator = Estimator(wanted.base.plan, kept, touched, batch, sizes, needs, heads, sharded, chunks, speed)
+    estimator = Estimator(wanted.base.plan, kept, touched, batch, sizes, Parts(simulated, speed), chunks, speed)
     if not any(map(estimator.knows, candidates)):
         raise refusals[0]
     return estimator
@@ -73,42 +69,37 @@ class _Found:
     """What was found out about kinds of layers and of heads.
 
     Attributes:
-        needs: kind of layers and sequences of a microbatch -> what the layers need.
-        heads: kind of heads and sequences of a microbatch -> what the head needs.
-        sharded: kind of layers and resharding -> what a sequence needs with FSDP2.
+        simulated: microbatches.
         tensors: kind of heads -> the tensor rules.
         refusals: why other kinds contradict the model.
     """
 
-    needs: dict[tuple[Kind, int], LayerNeeds] = field(default_factory=dict)
-    heads: dict[tuple[HeadKind, int], LayerNeeds] = field(default_factory=dict)
-    sharded: dict[tuple[Kind, Reshard], LayerNeeds] = field(default_factory=dict)
+    simulated: Simulated = field(default_factory=Simulated)
     tensors: dict[HeadKind, TensorPlan] = field(default_factory=dict)
     refusals: list[UserError] = field(default_factory=list)
 
 
-def _needs_of_kinds(tp: int, wanted: Wanted, candidates: Collection[Candidate], num_layers: int) -> _Found:
+def _of_tp(tp: int, wanted: Wanted, candidates: Collection[Candidate], num_layers: int) -> _Found:
     ours = [it for it in candidates if it.tp == tp]
-    head_kinds = sorted({it.head_kind for it in ours}, key=lambda it: not it[2])
-    sharded = [it for it in ours if needs_sharded(it, wanted.base.plan)]
-    shards = min((it.sharding_degree for it in sharded if it.sharding_degree > 1), default=2)
+    head_kinds = sorted({it.head_kind for it in ours}, key=lambda it: not it.loss_parallel)
+    reshards = {it.reshard for it in ours if needs_sharded(it, wanted.base.plan)}
     found = _Found()
     # Without recomputation, less of the work of a layer is that of the parameters alone.
-    for kind in sorted({it.kind for it in ours}, key=lambda it: (not it[1], it[2] != "none")):
-        if ((tp, True, kind[2]), 1) in found.needs:
+    for kind in sorted({it.kind for it in ours}, key=lambda it: (not it.sequence_parallel, it.recompute != "none")):
+        if (kind._replace(sequence_parallel=True), 1) in found.simulated.layers:
             continue
-        heads = [it for it in head_kinds if it[:2] == kind[:2]]
-        known = [it for it in heads if (it, 1) in found.heads]
+        heads = [it for it in head_kinds if it.cut == kind.cut]
+        known = [it for it in heads if (it, 1) in found.simulated.heads]
         if known:
             _add(found, wanted, kind, known[0], (1,), num_layers)
             continue
         for head in heads:
             # How much grows with the sequences is known from the first head.
-            numbers = (1,) if (kind, 1) in found.needs else (1, MORE_ROWS)
+            numbers = (1,) if (kind, 1) in found.simulated.layers else (1, MORE_ROWS)
             _add(found, wanted, kind, head, numbers, num_layers)
-        if (kind, 1) in found.needs:
-            for reshard in {it.reshard for it in sharded}:
-                _add_sharded(found, wanted, kind, reshard, shards, num_layers)
+        if (kind, 1) in found.simulated.layers:
+            for reshard in reshards:
+                _add_sharded(found, wanted, kind, reshard, num_layers)
     found.tensors = wanted.tensors
     return found
 
@@ -117,25 +108,25 @@ def _add(found: _Found, wanted: Wanted, kind: Kind, head: HeadKind, numbers: Col
     """Add what layers and a head need for some numbers of sequences, or the contradiction."""
     needs = {}
     for rows in numbers:
-        answer = _layer_needs(*wanted.of_layers(kind, rows, loss_parallel=head[2]), num_layers)
+        answer = _layer_needs(*wanted.of_layers(kind, rows, loss_parallel=head.loss_parallel), num_layers)
         if isinstance(answer, UserError):
             found.refusals.append(answer)
             return
         needs[rows] = answer
     for rows, answer in needs.items():
-        found.needs.setdefault((kind, rows), answer)
-        found.heads.setdefault((head, rows), answer)
+        found.simulated.layers.setdefault((kind, rows), answer)
+        found.simulated.heads.setdefault((head, rows), answer)
 
 
-def _add_sharded(found: _Found, wanted: Wanted, kind: Kind, reshard: Reshard, shards: int, num_layers: int) -> None:
+def _add_sharded(found: _Found, wanted: Wanted, kind: Kind, reshard: Reshard, num_layers: int) -> None:
     """Add what layers need with parameters that FSDP2 shards."""
-    head = next(head for head, _ in found.heads if head[:2] == kind[:2])
-    alone, candidate = wanted.of_layers(kind, 1, loss_parallel=head[2], shards=shards)
+    head = next(head for head, _ in found.simulated.heads if head.cut == kind.cut)
+    alone, candidate = wanted.of_layers(kind, 1, loss_parallel=head.loss_parallel, shards=2)
     answer = _layer_needs(alone, replace(candidate, reshard=reshard), num_layers)
     if isinstance(answer, UserError):
         found.refusals.append(answer)
     else:
-        found.sharded[kind, reshard] = answer
+        found.simulated.sharded[kind, reshard] = answer
 
 
 def _layer_needs(alone: Wanted, candidate: Candidate, num_layers: int) -> LayerNeeds | UserError:
