@@ -1,7 +1,9 @@
 """`meshtrain search` finds plans that fit, refuses contradictions, and writes a plan."""
 
+import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,15 +314,22 @@ def deviations(estimator: Estimator, wanted: Wanted, case: Candidate) -> tuple[f
     return found
 
 
+def assert_near(
+    estimator: Estimator, wanted: Wanted, cases: Sequence[Candidate], *, seconds: float, memory: float = math.inf
+) -> None:
+    """Compare candidates in closed form with their simulations."""
+    for case in cases:
+        off = deviations(estimator, wanted, case)
+        assert abs(off[0]) <= memory, case.described()
+        assert abs(off[1]) <= seconds, case.described()
+
+
 def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     shipped: Machine = find_machine("h100-80gb", PROCESSES)
     config = config_of(run_file)
     wanted = wanted_run(config, shipped, PROCESSES)
     estimator = build_estimator(wanted, [*CASES, ALL_AT_ONCE])
-    for case in CASES:
-        memory, seconds = deviations(estimator, wanted, case)
-        assert abs(memory) <= 0.15, case.described()
-        assert abs(seconds) <= 0.25, case.described()
+    assert_near(estimator, wanted, CASES, memory=0.15, seconds=0.25)
     # Its logits wait for the backward passes, too.
     at_once = find_needs(wanted.resolved(ALL_AT_ONCE), shipped).peak_bytes
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
@@ -333,10 +342,7 @@ def test_closed_form_knows_whole_logits(run_file: str) -> None:
     whole = replace(parts, loss_parallel=False)
     estimator = build_estimator(wanted, [parts, whole])
     assert estimator.estimate(whole).peak_bytes > 1.5 * estimator.estimate(parts).peak_bytes
-    for case in (parts, whole):
-        memory, seconds = deviations(estimator, wanted, case)
-        assert abs(memory) <= 0.15, case.described()
-        assert abs(seconds) <= 0.15, case.described()
+    assert_near(estimator, wanted, (parts, whole), memory=0.15, seconds=0.15)
 
 
 def test_only_whole_logits_are_known_where_they_are_pinned(run_file: str) -> None:
@@ -359,10 +365,7 @@ def test_closed_form_knows_logits_in_chunks(run_file: str) -> None:
     assert 0 in chunks
     assert len(chunks) > 1
     estimator = build_estimator(wanted, cases)
-    for case in cases:
-        memory, seconds = deviations(estimator, wanted, case)
-        assert abs(memory) <= 0.25, case.described()
-        assert abs(seconds) <= 0.15, case.described()
+    assert_near(estimator, wanted, cases, memory=0.25, seconds=0.15)
 
 
 HOOKS = [
@@ -382,9 +385,7 @@ def test_closed_form_knows_the_hooks_of_fsdp2(compute: str, run_file: str) -> No
     config = config_of(run_file, f"plan.precision.compute='{compute}'")
     wanted = wanted_run(config, find_machine(text, PROCESSES), PROCESSES)
     estimator = build_estimator(wanted, HOOKS)
-    for case in HOOKS:
-        _, seconds = deviations(estimator, wanted, case)
-        assert abs(seconds) <= 0.2, case.described()
+    assert_near(estimator, wanted, HOOKS, seconds=0.2)
 
 
 def test_closed_form_knows_the_recomputation_of_small_operators() -> None:
@@ -392,9 +393,7 @@ def test_closed_form_knows_the_recomputation_of_small_operators() -> None:
     wanted = wanted_model(MIXTRAL, length=128, rows=32)
     cases = [candidate(1, 4, 1, 2, 8, recompute=it) for it in ("none", "selective", "full")]
     estimator = build_estimator(wanted, cases)
-    for case in cases:
-        _, seconds = deviations(estimator, wanted, case)
-        assert abs(seconds) <= 0.2, case.described()
+    assert_near(estimator, wanted, cases, seconds=0.2)
 
 
 def test_refusal_of_all_plans_is_told(run_file: str) -> None:
@@ -456,10 +455,7 @@ def wanted_model(model: dict[str, Any], *, length: int, rows: int, optimizer: st
 def test_closed_form_knows_experts_and_parts_of_sequences(cases: list[Candidate], length: int, rows: int) -> None:
     wanted = wanted_model(MIXTRAL, length=length, rows=rows)
     estimator = build_estimator(wanted, cases)
-    for case in cases:
-        memory, seconds = deviations(estimator, wanted, case)
-        assert abs(memory) <= 0.35, case.described()
-        assert abs(seconds) <= 0.35, case.described()
+    assert_near(estimator, wanted, cases, memory=0.35, seconds=0.35)
 
 
 WHOLE = [
@@ -485,10 +481,7 @@ def test_closed_form_knows_the_update(optimizer: str, cases: list[Candidate], mo
     # Without it, the seconds would be a quarter too few, or more.
     wanted = wanted_model(model, length=512, rows=16, optimizer=optimizer)
     estimator = build_estimator(wanted, cases)
-    for case in cases:
-        memory, seconds = deviations(estimator, wanted, case)
-        assert abs(memory) <= 0.35, case.described()
-        assert abs(seconds) <= 0.18, case.described()
+    assert_near(estimator, wanted, cases, memory=0.35, seconds=0.18)
 
 
 @pytest.mark.parametrize("processes", [1, 3, 8, 50])

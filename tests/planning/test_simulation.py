@@ -16,6 +16,7 @@ from meshtrain.config.lora import LoraConfig
 from meshtrain.config.optimizer import GroupConfig, OptimizerConfig, OptimizerName
 from meshtrain.config.preference import PreferenceConfig, PreferenceLossName
 from meshtrain.parallel.account import messages
+from meshtrain.parallel.transposable import _holders_alone
 from meshtrain.planning.assembly.pipeline import simulate
 from meshtrain.planning.memory import MemoryUse, memory_use
 from meshtrain.planning.simulation.models import build_run_model
@@ -415,6 +416,18 @@ def test_simulations_of_a_process_do_not_change_each_other() -> None:
     (together,) = run_on_ranks(1, peaks, *runs, *runs, joins=False)
     alone = [run_on_ranks(1, peaks, run, joins=False)[0][0] for run in runs]
     assert together == [*alone, *alone]
+
+
+def works_alike_twice(run: SimulatedRun) -> bool:
+    # As in a process that has not summed anything before.
+    _holders_alone.cache_clear()
+    first, second = (simulate_rank(run, 0).work() for _ in range(2))
+    return first == second
+
+
+def test_first_simulation_of_a_process_sees_the_same_work_as_the_next() -> None:
+    plan = {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": False}}
+    assert run_on_ranks(1, works_alike_twice, make_run("llama", plan), joins=False) == [True]
 
 
 def gathers(run: SimulatedRun) -> int:
