@@ -1,6 +1,6 @@
 """torch.distributed: process groups and their backends, the flight recorder, pipelines and DDP."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import _batch_p2p, _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
 
 TorchSchedule = _PipelineSchedule
@@ -128,21 +128,30 @@ class StaticStage(PipelineStage):
     cannot read the result. And torch allocates the memory for the messages of all microbatches at
     once; here it is allocated when a message is awaited, and freed after its use. Its backward pass
     leaves parameters gathered, even if the next forward pass of the stage frees them, and it never
-    reduces gradients before the last one is done.
+    reduces gradients before the last one is done. The schedules wait for what they have sent after
+    the last pass, and until then each message keeps its tensor.
     Holds: torch 2.11 to 2.13; the vote is new in 2.13.
 
     Args:
         args: of torch's stage.
         frees_gathered: whether each backward pass frees gathered parameters.
         reduces_each: whether each backward pass reduces its gradients.
+        sent: takes the messages that the stage sends; None: the schedule waits for them.
         kwargs: of torch's stage.
     """
 
     _MODES: Any = getattr(pipelining_utils, "InferenceMode", None)
 
-    def __init__(self, *args: Any, frees_gathered: bool, reduces_each: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        frees_gathered: bool,
+        reduces_each: bool,
+        sent: Callable[[list[dist.Work]], None] | None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._frees_gathered, self._reduces_each = frees_gathered, reduces_each
+        self._frees_gathered, self._reduces_each, self._sent = frees_gathered, reduces_each, sent
 
     @property
     def _inference_mode(self) -> Any:
@@ -178,6 +187,20 @@ class StaticStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.grad_recv_info.get(bwd_chunk_id, ()))
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._posted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._posted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _posted(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Send messages, and return those that the schedule has to send."""
+        if self._sent is None:
+            return messages
+        if messages:
+            self._sent(_batch_p2p(messages))
+        return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         # A gradient that is missing is filled with zeros.

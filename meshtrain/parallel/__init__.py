@@ -22,6 +22,7 @@ replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
 routers: the losses of routers, and the biases with which they select experts.
 schedule: the process of each stage, and the messages of a forward pass without a backward pass.
+sent_messages: what a stage has sent, and the memory of what has arrived.
 shard: FSDP2 over the data-parallel axes.
 stage_attention: the attention of a stage, where it is not only the model's own.
 tensor: tensor and sequence parallelism.

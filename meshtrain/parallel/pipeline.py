@@ -37,6 +37,7 @@ from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.routers.loss import RouterLoss
 from meshtrain.parallel.schedule import ForwardMessages
+from meshtrain.parallel.sent_messages import SentMessages
 from meshtrain.parallel.shard import prepare_backward, reshard
 from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.parallel.tensor.collectives import shard_width
@@ -325,13 +326,14 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
     schedule.loss.function = loss_function
     losses: list[Tensor] = []
     pipeline.activity.enter("before passes")
-    schedule.torch_schedule.step(
-        *((inputs["input_ids"],) if pipeline.has_first_stage else ()),
-        target=labels if pipeline.has_last_stage else None,
-        losses=losses if pipeline.has_last_stage else None,
-        return_outputs=False,
-        **inputs,  # type: ignore[arg-type]
-    )
+    with schedule.sent or nullcontext():
+        schedule.torch_schedule.step(
+            *((inputs["input_ids"],) if pipeline.has_first_stage else ()),
+            target=labels if pipeline.has_last_stage else None,
+            losses=losses if pipeline.has_last_stage else None,
+            return_outputs=False,
+            **inputs,  # type: ignore[arg-type]
+        )
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 
@@ -350,10 +352,11 @@ class _LossOfStep:
 
 
 class _Schedule(NamedTuple):
-    """The torch schedule for one shape of a batch, and the loss that it calls."""
+    """The torch schedule for one shape of a batch, the loss that it calls, and what it sends."""
 
     torch_schedule: TorchSchedule
     loss: _LossOfStep
+    sent: SentMessages | None
 
 
 def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
@@ -361,7 +364,9 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
     shape = tuple(labels.shape)
     if shape not in pipeline._schedules:
         loss = _LossOfStep()
-        pipeline._schedules[shape] = _Schedule(_build_schedule(pipeline, labels, loss), loss)
+        # 1F1B waits for each message itself, together with one that it receives.
+        sent = None if pipeline.plan.pipeline.schedule == "1F1B" else SentMessages(pipeline.peers)
+        pipeline._schedules[shape] = _Schedule(_build_schedule(pipeline, labels, loss, sent), loss, sent)
     return pipeline._schedules[shape]
 
 
@@ -373,9 +378,11 @@ def _check_trains(pipeline: Pipeline, device: torch.device) -> None:
         raise ModelError(NOTHING_TRAINS)
 
 
-def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> TorchSchedule:
+def _build_schedule(
+    pipeline: Pipeline, labels: Tensor, loss_function: LossFunction, sent: SentMessages | None
+) -> TorchSchedule:
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
-    stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
+    stages = [_torch_stage(pipeline, stage, labels, sent) for stage in pipeline.stages]
     return build_schedule(
         schedule_class,
         stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
@@ -386,7 +393,7 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     )
 
 
-def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
+def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor, messages: SentMessages | None) -> PipelineStage:
     batch, length = pipeline.micro_batch_size, labels.shape[1]
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
     received = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
@@ -406,6 +413,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
         group=pipeline.peers,
         frees_gathered=pipeline.plan.shard.reshard_after_forward == "always",
         reduces_each=pipeline.plan.shard.reduces_each_microbatch,
+        sent=messages and messages.add,
     )
 
 
