@@ -1,0 +1,98 @@
+"""What a stage has sent is dropped when it has arrived."""
+
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+
+from meshtrain.parallel.sent_messages import SentMessages
+from tests.ranks import run_on_ranks
+
+
+def number_alive(sent: SentMessages) -> list[int]:
+    """Send messages to the other rank, and return how many are kept while more are sent."""
+    if dist.get_rank() == 1:
+        for _ in range(4):
+            dist.recv(torch.empty(8), 0)
+        return []
+    found, tensors = [], []
+    with sent:
+        for _ in range(4):
+            tensor = torch.ones(8)
+            tensors.append(weakref.ref(tensor.untyped_storage()))
+            sent.add([dist.isend(tensor, 1)])
+            del tensor
+            time.sleep(0.2)
+            found.append(sum(it() is not None for it in tensors))
+    return [*found, sum(it() is not None for it in tensors)]
+
+
+def numbers_kept() -> list[int]:
+    sent = SentMessages(None)
+    # A second step is like the first one.
+    return number_alive(sent) + number_alive(sent)
+
+
+def test_messages_that_have_arrived_are_dropped() -> None:
+    found, _ = run_on_ranks(2, numbers_kept)
+    assert len(found) == 10
+    assert max(found) <= 1
+    assert found[4] == found[9] == 0
+
+
+class Broken:
+    """A message that cannot be sent."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed")
+
+
+def errors_of_messages() -> None:
+    sent = SentMessages(None)
+    with pytest.raises(RuntimeError, match="connection closed"), sent:
+        sent.add([Broken()])  # type: ignore[list-item]
+    # A step that has failed waits for nothing: the other process receives no message.
+    with pytest.raises(KeyError), sent:
+        if dist.get_rank() == 0:
+            sent.add([dist.isend(torch.ones(1), 1)])
+        raise KeyError
+    dist.barrier()
+
+
+def test_a_message_that_cannot_be_sent_ends_the_step() -> None:
+    run_on_ranks(2, errors_of_messages)
+
+
+class Message:
+    """A message of a process group that tells whether it has arrived."""
+
+    def __init__(self, has_arrived: bool) -> None:
+        self.has_arrived, self.waited = has_arrived, 0
+
+    def is_completed(self) -> bool:
+        return self.has_arrived
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def waits() -> list[list[int]]:
+    sent = SentMessages(dist.new_group([0], backend="fake"))
+    messages = [Message(True), Message(False), Message(True)]
+    found = []
+    with sent:
+        for it in messages:
+            sent.add([it])  # type: ignore[list-item]
+            found.append([message.waited for message in messages])
+        messages[1].has_arrived = True
+        sent.add([last := Message(False)])  # type: ignore[list-item]
+        found.append([message.waited for message in [*messages, last]])
+    return [*found, [message.waited for message in [*messages, last]]]
+
+
+def test_only_messages_that_have_arrived_are_awaited_in_a_step() -> None:
+    assert fake_pg is not None
+    assert run_on_ranks(1, waits) == [[[1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]
