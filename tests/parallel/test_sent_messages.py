@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg
 
+from meshtrain.compat import fake
 from meshtrain.parallel.sent_messages import SentMessages
 from tests.ranks import run_on_ranks
 
@@ -54,12 +54,16 @@ def errors_of_messages() -> None:
     sent = SentMessages(None)
     with pytest.raises(RuntimeError, match="connection closed"), sent:
         sent.add([Broken()])  # type: ignore[list-item]
-    # A step that has failed waits for nothing: the other process receives no message.
     with pytest.raises(KeyError), sent:
-        if dist.get_rank() == 0:
-            sent.add([dist.isend(torch.ones(1), 1)])
-        raise KeyError
+        fail(sent)
     dist.barrier()
+
+
+def fail(sent: SentMessages) -> None:
+    """Fail in a step. It waits for nothing, and the other process receives no message."""
+    if dist.get_rank() == 0:
+        sent.add([dist.isend(torch.ones(1), 1)])
+    raise KeyError
 
 
 def test_a_message_that_cannot_be_sent_ends_the_step() -> None:
@@ -69,7 +73,7 @@ def test_a_message_that_cannot_be_sent_ends_the_step() -> None:
 class Message:
     """A message of a process group that tells whether it has arrived."""
 
-    def __init__(self, has_arrived: bool) -> None:
+    def __init__(self, *, has_arrived: bool) -> None:
         self.has_arrived, self.waited = has_arrived, 0
 
     def is_completed(self) -> bool:
@@ -81,18 +85,19 @@ class Message:
 
 def waits() -> list[list[int]]:
     sent = SentMessages(dist.new_group([0], backend="fake"))
-    messages = [Message(True), Message(False), Message(True)]
+    messages = [Message(has_arrived=True), Message(has_arrived=False), Message(has_arrived=True)]
     found = []
     with sent:
         for it in messages:
             sent.add([it])  # type: ignore[list-item]
             found.append([message.waited for message in messages])
         messages[1].has_arrived = True
-        sent.add([last := Message(False)])  # type: ignore[list-item]
+        sent.add([last := Message(has_arrived=False)])  # type: ignore[list-item]
         found.append([message.waited for message in [*messages, last]])
     return [*found, [message.waited for message in [*messages, last]]]
 
 
 def test_only_messages_that_have_arrived_are_awaited_in_a_step() -> None:
-    assert fake_pg is not None
+    # Its module makes the backend known to torch.
+    assert fake.HOOK
     assert run_on_ranks(1, waits) == [[[1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]
