@@ -79,7 +79,8 @@ class SpeedConfig(Settings):
     for matrix products and attention, bytes for all others. Replaces the rates above."""
     messages: dict[str, dict[str, Curve]] = {}
     """Measured messages: name -> number of processes -> points [bytes, seconds]. Replaces
-    `within_host` for groups on one host."""
+    `within_host` for groups on one host. `posted_all_reduce` is what an all_reduce adds to a
+    backward pass of a CPU that goes on meanwhile."""
 
 
 class MachineConfig(Settings):

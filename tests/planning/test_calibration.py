@@ -144,7 +144,7 @@ def test_description_of_this_machine_is_taken_by_plan(tmp_path: Path) -> None:
     written = tomllib.loads((tmp_path / "machine.toml").read_text())
     speed = written["speed"]
     assert speed["processes_per_host"] == 2
-    assert set(speed["messages"]) == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert set(speed["messages"]) == {"all_reduce", "posted_all_reduce", "all_gather", "reduce_scatter", "send"}
     assert "speed.between_hosts" not in written["measured"]
     assert "speed.peak_tflops" in written["measured"]
     (tmp_path / "run.toml").write_text(RUN)

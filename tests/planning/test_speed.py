@@ -185,6 +185,25 @@ def test_measured_messages_replace_the_formula() -> None:
     assert rates(MeshPlan(tp=2, dp_shard=1), messages=measured).message_seconds(message) == 7.0
 
 
+def test_sums_that_travel_beside_a_backward_pass_cost_what_was_measured_beside_products() -> None:
+    measured = {"all_reduce": {"2": [(1.0, 7.0)]}, "posted_all_reduce": {"2": [(1.0, 4.0)]}}
+    speed = SpeedConfig.model_validate(CONSTANTS | {"messages": measured})
+    copies = MeshPlan(dp_replicate=2, dp_shard=1)
+    message = Work("allreduce_", torch.float32, 0, 1, "dp_replicate")
+
+    def seconds(phase: str, *, posts_sums: bool) -> float:
+        clock = Clock(Rates(speed, copies, posts_sums=posts_sums))
+        clock.run([action(phase, 0, 0, message)])
+        return clock.now
+
+    assert seconds("backward", posts_sums=True) == 4.0
+    assert seconds("gradients", posts_sums=True) == 7.0, "the small ones are awaited at once"
+    assert seconds("backward", posts_sums=False) == 7.0, "FSDP2 waits for them"
+    over_tp = Work("allreduce_", torch.float32, 0, 1, "tp")
+    both = Rates(speed, MeshPlan(dp_shard=1, tp=2), posts_sums=True)
+    assert both.message_seconds(over_tp, is_backward=True) == 7.0
+
+
 def clock_of(layer_seconds: float, gather_seconds: float, *, is_asynchronous: bool) -> Clock:
     """Return the clock of a process after 4 layers whose parameters are gathered before each."""
     gather = Work("_allgather_base_", torch.float32, 0, int(gather_seconds * 2e10), "dp_shard")

@@ -1,9 +1,12 @@
 """How long messages take on this machine.
 
 In a step, processes compute between messages, and do not come to one at the same time. So each
-message is measured after a matrix product, whose own time is subtracted.
+message is measured after a matrix product, whose own time is subtracted. A CPU posts the sums over
+copies of the model in a backward pass, and awaits them after it. So those are measured beside
+products.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +18,7 @@ from torch import Tensor
 from meshtrain.compat.distributed import all_gather_single, reduce_scatter_single
 from meshtrain.config.machine import LinkConfig
 from meshtrain.planning.calibration.operators import Point
-from meshtrain.planning.speed.rates import FASTEST
+from meshtrain.planning.speed.rates import FASTEST, POSTED
 from meshtrain.runtime.environment import local_world_size_from_environment
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))
@@ -41,6 +44,11 @@ def measure_messages(device: torch.device) -> dict[str, dict[str, list[Point]]]:
         for name, action in _ACTIONS.items():
             found[name][str(size)] = [
                 (float(num_bytes), _seconds(action, num_bytes, size, group, device)) for num_bytes in SIZES
+            ]
+        if device.type == "cpu":
+            found.setdefault(POSTED, {})[str(size)] = [
+                (num_bytes, _posted_seconds(int(num_bytes), seconds, group))
+                for num_bytes, seconds in found["all_reduce"][str(size)]
             ]
     return found
 
@@ -80,12 +88,44 @@ def _seconds(action: "_Action", num_bytes: int, size: int, group: dist.ProcessGr
         compute()
         action(full, part, group)
 
-    compute_and_send()
-    once = _timed(compute_and_send, 2, device)
-    repeats = max(1, min(MOST, int(SECONDS / (2 * ROUNDS * once))))
-    # Both take turns, so that a slow moment of the machine meets both.
-    pairs = [[_timed(act, repeats, device) for act in (compute_and_send, compute)] for _ in range(ROUNDS)]
-    return max(statistics.median(both - alone for both, alone in pairs), FASTEST)
+    return _difference(compute_and_send, compute, device)
+
+
+def _posted_seconds(num_bytes: int, awaited: float, group: dist.ProcessGroup) -> float:
+    """Return how much longer a process of a CPU computes if an all_reduce travels meanwhile.
+
+    Args:
+        num_bytes: of the message.
+        awaited: seconds that it takes if the process waits for it.
+        group: the processes that send it.
+    """
+    full, matrix = torch.ones(num_bytes // 4), torch.ones(2 * [WIDTH["cpu"]])
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix)
+
+    number = math.ceil(2 * awaited / _timed(multiply, MOST, matrix.device))
+
+    def compute() -> None:
+        for _ in range(number):
+            multiply()
+
+    def compute_and_send() -> None:
+        message = dist.all_reduce(full, group=group, async_op=True)
+        assert message is not None
+        compute()
+        message.wait()
+
+    return _difference(compute_and_send, compute, matrix.device)
+
+
+def _difference(both: Callable[[], None], alone: Callable[[], None], device: torch.device) -> float:
+    """Return how much longer an act takes than another, which is a part of it. Collective."""
+    both()
+    repeats = max(1, min(MOST, int(SECONDS / (2 * ROUNDS * _timed(both, 2, device)))))
+    # They take turns, so that a slow moment of the machine meets both.
+    pairs = [[_timed(act, repeats, device) for act in (both, alone)] for _ in range(ROUNDS)]
+    return max(statistics.median(longer - shorter for longer, shorter in pairs), FASTEST)
 
 
 def _timed(act: Callable[[], None], number: int, device: torch.device) -> float:

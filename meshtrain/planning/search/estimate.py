@@ -216,10 +216,14 @@ class Estimator:
 
     def _mesh_rates(self, mesh: tuple[int, ...], offload: str) -> Rates:
         plan = MeshPlan(**dict(zip(AXES, mesh, strict=True)))
-        return Rates(self._speed, plan, optimizer_on_host=offload == "cpu")
+        on_host = offload == "cpu"
+        posts_sums = not (plan.is_sharded or self._has_formats or on_host)
+        return Rates(self._speed, plan, optimizer_on_host=on_host, posts_sums=posts_sums)
 
     def _message_seconds(self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str) -> float:
-        return self._rates(mesh, offload).message_seconds(Work(name, None, 0, num_bytes, axis))
+        # Copies are summed in backward passes.
+        message = Work(name, None, 0, num_bytes, axis)
+        return self._rates(mesh, offload).message_seconds(message, is_backward=axis == DP_REPLICATE)
 
     def _matrix_seconds(self, matrices: Held, mesh: tuple[int, ...], offload: str) -> float:
         return update_seconds(matrices, mesh, self._parameters, self._rates(mesh, offload))

@@ -153,7 +153,8 @@ class Clock:
 
     def _item(self, work: Counter[Work] | Work, phase: str) -> _Item:
         if isinstance(work, Work):
-            return _Item(self.rates.message_seconds(work), work, shown_name(work.name), work.axis or "other")
+            seconds = self.rates.message_seconds(work, is_backward=phase.startswith("backward"))
+            return _Item(seconds, work, shown_name(work.name), work.axis or "other")
         needs_gathered = any(kind.name == GATHERED for kind in work)
         seconds = self.rates.compute_seconds(work, in_optimizer=phase == "optimizer")
         return _Item(seconds, needs_gathered=needs_gathered)

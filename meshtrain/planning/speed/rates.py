@@ -7,11 +7,22 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, HOOK, message_kind
 from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
+from meshtrain.config.mesh import (
+    AXES,
+    EXPERT_FSDP_AXES,
+    FSDP_AXES,
+    REPLICA_AXES,
+    STAGE,
+    MeshPlan,
+    axes_named,
+    fsdp_axis_of,
+)
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
 
 GB, TERA = 1e9, 1e12
 FASTEST = 1e-6
+# An all_reduce that is posted, and awaited after something has been computed.
+POSTED = "posted_all_reduce"
 # A plan has one name for the formats of 8 bits, which are equally fast, and one for their blocks.
 FLOAT8, BLOCKS = "float8", "mxfp8"
 # Message -> how often its bytes pass a link in a ring of very many processes. The bytes are those
@@ -27,10 +38,14 @@ class Rates:
         mesh: resolved. It tells which axes cross hosts: neighbors on the last axis have consecutive
             ranks, and consecutive ranks are on the same host.
         optimizer_on_host: whether the optimizer runs in host memory (`shard.offload`).
+        posts_sums: whether sums over copies of the model are posted in a backward pass and awaited
+            after it, as they are without FSDP2.
     """
 
-    def __init__(self, speed: SpeedConfig, mesh: MeshPlan, *, optimizer_on_host: bool = False) -> None:
-        self.is_asynchronous = speed.is_asynchronous
+    def __init__(
+        self, speed: SpeedConfig, mesh: MeshPlan, *, optimizer_on_host: bool = False, posts_sums: bool = False
+    ) -> None:
+        self.is_asynchronous, self.posts_sums = speed.is_asynchronous, posts_sums
         self._speed, self._on_host = speed, optimizer_on_host
         self.fsdp_axis = mesh.fsdp_axis
         self._fsdp_axes = {fsdp_axis_of(mesh.degrees, axes) for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
@@ -53,13 +68,20 @@ class Rates:
         host = self._speed.operator_seconds * sum(work.values()) + self._speed.hook_seconds * hooks
         return max(device, host) if self.is_asynchronous else device + host
 
-    def message_seconds(self, message: Work) -> float:
-        """Return the seconds of a collective, or of a message to a neighbor on its axis."""
+    def message_seconds(self, message: Work, *, is_backward: bool = False) -> float:
+        """Return the seconds of a collective, or of a message to a neighbor on its axis.
+
+        Args:
+            message: its operator, bytes and axis.
+            is_backward: whether it belongs to a backward pass.
+        """
         group = self._groups.get(message.axis or "")
         if group is None or group.size == 1:
             return 0.0
         name, num_bytes = message_kind(message.name), message.num_bytes
         measured = self._speed.messages.get(name, {})
+        if is_backward and self.posts_sums and message.axis in REPLICA_AXES and name == "all_reduce":
+            measured = self._speed.messages.get(POSTED, measured)
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
         seconds = group.ring_seconds(name, num_bytes)

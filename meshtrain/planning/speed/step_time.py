@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from meshtrain.config.machine import SpeedConfig
 from meshtrain.parallel.account import flops_per_token
+from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.planning.assembly.pipeline import Simulation
 from meshtrain.planning.names import ranks_named
 from meshtrain.planning.speed.rates import TERA, Rates
@@ -43,7 +44,7 @@ def step_time(resolved: ResolvedRun, simulation: Simulation, speed: SpeedConfig,
         offloads: whether the optimizer runs in host memory.
     """
     plan, batch = resolved.plan, resolved.batch
-    rates = Rates(speed, plan.mesh, optimizer_on_host=offloads)
+    rates = Rates(speed, plan.mesh, optimizer_on_host=offloads, posts_sums=not needs_fsdp(plan))
     width = plan.mesh.world_size // plan.mesh.pp
     names = [ranks_named(range(first, first + width)) for first in range(0, plan.mesh.world_size, width)]
     replayed = replay(simulation.profiles, simulation.programs, simulation.border_bytes, rates, names)
