@@ -21,6 +21,8 @@ from meshtrain.planning.speed.rates import operator_key, operator_size
 LARGEST_BYTES = 2**30
 # Sizes of each operator that are measured.
 SIZES = 6
+# How many numbers are drawn for a tensor. In a larger one they repeat.
+DRAWN = 2**16
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,23 @@ def with_values(value: Any, device: torch.device) -> Any:
     if isinstance(value, TensorShape):
         reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
         memory = torch.empty(max(0, 1 + reach) if 0 not in value.shape else 0, dtype=value.dtype, device=device)
-        # Near 1, they neither overflow nor vanish when an operator changes them many times.
-        memory = memory.uniform_(0.9, 1.1) if value.dtype.is_floating_point else memory.zero_()
+        if value.dtype.is_floating_point:
+            _fill_near_one(memory)
+        else:
+            memory.zero_()
         return memory.as_strided(value.shape, value.stride)
     if isinstance(value, list | tuple):
         return type(value)(with_values(item, device) for item in value)
     if isinstance(value, dict):
         return {key: with_values(item, device) for key, item in value.items()}
     return device if isinstance(value, torch.device) else value
+
+
+def _fill_near_one(memory: Tensor) -> None:
+    """Fill a vector with numbers near 1, which repeat, because so many would take long to draw.
+
+    They neither overflow nor vanish when an operator changes them many times.
+    """
+    drawn = torch.empty(min(DRAWN, memory.numel()), dtype=memory.dtype, device=memory.device).uniform_(0.9, 1.1)
+    for part in memory.split(DRAWN):
+        part.copy_(drawn[: len(part)])

@@ -12,6 +12,9 @@ from meshtrain.planning.calibration.calls import Call
 
 # Every point is measured for about as long, in a few rounds.
 SECONDS, ROUNDS = 0.04, 5
+# Operators are measured several times, far apart in time. Where other programs share the memory of
+# the machine, its speed stays another one for some seconds.
+PASSES, PASS_SECONDS = 3, 0.01
 # More than the caches of a processor hold.
 COLD_BYTES, MOST_COPIES = 2**26, 16
 Point = tuple[float, float]
@@ -26,8 +29,13 @@ def seconds_of(action: Callable[[], object], device: torch.device, *, seconds: f
         seconds: for all rounds.
     """
     action()
+    return statistics.median(_rounds_of(action, device, seconds))
+
+
+def _rounds_of(action: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Return how long an action takes in each of a few rounds."""
     number = max(1, min(2000, int(seconds / ROUNDS / max(_timed(action, 1, device), 1e-7))))
-    return statistics.median(_timed(action, number, device) for _ in range(ROUNDS))
+    return [_timed(action, number, device) for _ in range(ROUNDS)]
 
 
 def _timed(action: Callable[[], object], number: int, device: torch.device) -> float:
@@ -52,21 +60,27 @@ def measure_operators(calls: Sequence[Call], device: torch.device) -> tuple[dict
         Operator -> points [operations or bytes, seconds], ascending. And operator -> why this
         device does not run it as it was called in the simulation, which runs as on a CPU.
     """
-    found: dict[str, list[Point]] = {}
+    rounds: list[list[float]] = [[] for _ in calls]
     others: dict[str, str] = {}
-    for call in calls:
-        # Processes on one CPU share its memory, and do the same at the same time in a step.
-        dist.barrier()
-        try:
-            seconds = seconds_of(_Rotation(call, device), device)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            if device.type == "cpu":
+    runnable = dict(enumerate(calls))
+    for _ in range(PASSES):
+        for index, call in [*runnable.items()]:
+            # Processes on one CPU share its memory, and do the same at the same time in a step.
+            dist.barrier()
+            try:
+                rotation = _Rotation(call, device)
+                rotation.fill()
+                rounds[index] += _rounds_of(rotation, device, PASS_SECONDS)
+            except torch.OutOfMemoryError:
                 raise
-            others[call.key] = str(error).splitlines()[0]
-        else:
-            found.setdefault(call.key, []).append((float(call.size), seconds))
+            except (RuntimeError, NotImplementedError) as error:
+                if device.type == "cpu":
+                    raise
+                others[call.key] = str(error).splitlines()[0]
+                del runnable[index]
+    found: dict[str, list[Point]] = {}
+    for index, call in runnable.items():
+        found.setdefault(call.key, []).append((float(call.size), statistics.median(rounds[index])))
     return found, others
 
 
@@ -78,9 +92,14 @@ class _Rotation:
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
-        number = max(2, min(MOST_COPIES, COLD_BYTES // max(1, call.num_bytes)))
-        self._actions = deque(call.on(device) for _ in range(number))
-        self._results: deque[object] = deque(maxlen=number)
+        self._number = max(2, min(MOST_COPIES, COLD_BYTES // max(1, call.num_bytes)))
+        self._actions = deque(call.on(device) for _ in range(self._number))
+        self._results: deque[object] = deque(maxlen=self._number)
+
+    def fill(self) -> None:
+        """Keep as many results as later. A process takes memory from the system only until then."""
+        for _ in range(self._number):
+            self()
 
     def __call__(self) -> None:
         action = self._actions[0]
