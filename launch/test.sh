@@ -24,7 +24,7 @@ step lint-imports
 export NO_MKDOCS_2_WARNING=1
 # With --quiet, warnings would not be counted.
 step python -m mkdocs build --strict
-# Many tests wait for processes, so there is one worker more than cores. The tests of a file stay
-# together, because they share what is slow to set up. Files begin in the order of
+# Many tests wait for processes, so there is one worker more than cores, and at most four. The tests
+# of a file stay together, because they share what is slow to set up. Files begin in the order of
 # tests/conftest.py.
 step pytest --numprocesses "$(($(nproc) < 4 ? $(nproc) + 1 : 4))" --dist loadfile --no-loadscope-reorder "$@"

@@ -55,6 +55,15 @@ def device_types(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in group._device_types}
 
 
+def backend_of(device: torch.device, group: dist.ProcessGroup) -> str:
+    """Return the name of the backend with which a process group sends tensors of a device.
+
+    Why: `torch.distributed.get_backend` returns what the program asked for, such as "cpu:gloo".
+    Holds: torch 2.11 to 2.13.
+    """
+    return _unwrapped(group._get_backend(device)).name()
+
+
 def default_store() -> dist.Store:
     """Return the store with which the default process group was joined.
 
@@ -71,8 +80,12 @@ def set_timeouts(timeout: timedelta) -> None:
     Holds: torch 2.11 to 2.13.
     """
     for backend in _backends():
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
-        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+        _unwrapped(backend)._set_default_timeout(timeout)
+
+
+def _unwrapped(backend: Any) -> Any:
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def _backends() -> Iterator[Any]:

@@ -218,15 +218,18 @@ class _Program:
 
 
 def _gpipe(rank: int, pp: int, num_microbatches: int) -> list[Instruction]:
-    """Return the instructions of `ScheduleGPipe._step_microbatches`."""
+    """Return the instructions of `ScheduleGPipe._step_microbatches`.
+
+    It waits for what it has sent once, because a stage sends its messages itself.
+    """
     program = _Program(rank, pp)
+    sent: tuple[Border, ...] = ()
     for phase in (FORWARD, BACKWARD):
-        sent: tuple[Border, ...] = ()
         for microbatch in range(num_microbatches):
             program.wait(program.post((), program.received(phase, microbatch)))
             program.compute(phase, microbatch)
             sent += program.post(program.sent(phase, microbatch))
-        program.wait(sent)
+    program.wait(sent)
     return program.done
 
 

@@ -1,5 +1,6 @@
 """The description of a machine that a plan is sized for: its memory, and how fast it is."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Self
 
@@ -32,6 +33,34 @@ Curve = Annotated[
 ]
 
 
+FORMATS = ("float64", "float32", "float16", "bfloat16", "float8", "mxfp8")
+MESSAGES = ("all_reduce", "posted_all_reduce", "all_gather", "reduce_scatter", "send")
+
+
+def _one_of(names: Sequence[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ConfigError(f"expected one of {', '.join(names)}, found {name!r}", "correct the name")
+        return name
+
+    return AfterValidator(check)
+
+
+def _with_a_rate(rates: dict[str, float]) -> dict[str, float]:
+    if not rates:
+        raise ConfigError("there is no rate", "give that of float32 at least")
+    return rates
+
+
+def _is_number_of_processes(text: str) -> str:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"expected a number of processes, found {text!r}", "give a whole number from 1")
+    return text
+
+
+NumberOfProcesses = Annotated[str, AfterValidator(_is_number_of_processes)]
+
+
 class LinkConfig(Settings):
     """A connection between processes."""
 
@@ -55,7 +84,7 @@ class SpeedConfig(Settings):
     hook_seconds: HostSeconds
     """Time that the host needs for one piece of FSDP2's hooks besides its operators, in seconds. A
     layer has some ten of them for each microbatch."""
-    peak_tflops: dict[str, Positive]
+    peak_tflops: Annotated[dict[Annotated[str, _one_of(FORMATS)], Positive], AfterValidator(_with_a_rate)]
     """Number format -> highest rate of matrix products, in 10^12 operations per second. MFU is
     relative to it."""
     matmul_efficiency: Curve
@@ -77,7 +106,7 @@ class SpeedConfig(Settings):
     operators: dict[str, Curve] = {}
     """Measured operators: "name dtype" -> points [operations or bytes, seconds]. Operations count
     for matrix products and attention, bytes for all others. Replaces the rates above."""
-    messages: dict[str, dict[str, Curve]] = {}
+    messages: dict[Annotated[str, _one_of(MESSAGES)], dict[NumberOfProcesses, Curve]] = {}
     """Measured messages: name -> number of processes -> points [bytes, seconds]. Replaces
     `within_host` for groups on one host. `posted_all_reduce` is what an all_reduce adds to a
     backward pass of a CPU that goes on meanwhile."""
@@ -111,6 +140,15 @@ class MachineConfig(Settings):
         for name in [*self.measured, *self.sources]:
             if name not in known:
                 raise ConfigError(f"{name!r} is not a constant of the file", f"there are {', '.join(known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        if self.reserved_gib >= self.memory_gib:
+            raise ConfigError(
+                f"reserved_gib is {self.reserved_gib:g}, but the machine has {self.memory_gib:g} GiB",
+                "give a part of memory_gib, or 0",
+            )
         return self
 
     def constants(self) -> list[str]:

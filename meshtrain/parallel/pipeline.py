@@ -365,7 +365,8 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
     if shape not in pipeline._schedules:
         loss = _LossOfStep()
         # 1F1B waits for each message itself, together with one that it receives.
-        sent = None if pipeline.plan.pipeline.schedule == "1F1B" else SentMessages(pipeline.peers)
+        waits, peers = pipeline.plan.pipeline.schedule == "1F1B", pipeline.peers
+        sent = None if waits or peers is None else SentMessages(peers, labels.device)
         pipeline._schedules[shape] = _Schedule(_build_schedule(pipeline, labels, loss, sent), loss, sent)
     return pipeline._schedules[shape]
 
@@ -393,11 +394,11 @@ def _build_schedule(
     )
 
 
-def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor, messages: SentMessages | None) -> PipelineStage:
+def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor, sent: SentMessages | None) -> PipelineStage:
     batch, length = pipeline.micro_batch_size, labels.shape[1]
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
-    received = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
-    sent = (
+    takes = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
+    returns = (
         [_result_like(pipeline, labels).requires_grad_()]
         if stage.is_last
         else sent_like(pipeline, stage, batch, length)
@@ -408,12 +409,12 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor, messages: Sen
         stage.index,
         stage.num_stages,
         labels.device,
-        input_args=tuple(received),
-        output_args=tuple(sent),
+        input_args=tuple(takes),
+        output_args=tuple(returns),
         group=pipeline.peers,
         frees_gathered=pipeline.plan.shard.reshard_after_forward == "always",
         reduces_each=pipeline.plan.shard.reduces_each_microbatch,
-        sent=messages and messages.add,
+        sent=sent and sent.add,
     )
 
 

@@ -7,7 +7,10 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
+import torch
 import torch.distributed as dist
+
+from meshtrain.compat.distributed import backend_of
 
 Works = Sequence[dist.Work]
 
@@ -24,11 +27,12 @@ class SentMessages:
 
     Args:
         group: over which they are sent.
+        device: of their tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # gloo does not tell whether a message has arrived, so a thread waits for it.
-        self._has_thread = dist.get_backend(group) == "gloo"
+        self._has_thread = backend_of(device, group) == "gloo"
         self._pending: deque[Works] = deque()
         self._waiter: _Waiter | None = None
 
@@ -92,7 +96,7 @@ class _Waiter(Thread):
     def __init__(self) -> None:
         super().__init__(name="sent messages", daemon=True)
         self.queue: SimpleQueue[Works | None] = SimpleQueue()
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self._arrived: deque[None] = deque()
         self.start()
 
@@ -107,8 +111,7 @@ class _Waiter(Thread):
         while (works := self.queue.get()) is not None:
             try:
                 _wait_for(works)
-            except RuntimeError as error:
-                # The step raises it at its end.
+            except Exception as error:  # noqa: BLE001 - the step raises it at its end
                 self.error = error
                 return
             # No reference is left here once the message counts as arrived.

@@ -118,7 +118,11 @@ def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Co
 
 
 def prepare_sums() -> None:
-    """Count the references that decide whether a sum may be in place, before a step is watched."""
+    """Count the references that decide whether a sum may be in place.
+
+    Otherwise the first sum counts them, once in a process. A simulation would record the operators
+    of that, and the next one in the process would not.
+    """
     _holders_alone()
 
 

@@ -1,13 +1,15 @@
 """What is predicted for a run. It is simulated once, and kept in the cache."""
 
 import json
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import BaseModel
+from transformers import PretrainedConfig
+
 from meshtrain import console
-from meshtrain.config.toml import plan_hash
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.models.own_code import own_code
 from meshtrain.pictures.timeline import Timeline
@@ -91,9 +93,18 @@ def _key(resolved: ResolvedRun, machine: Machine) -> str:
     run = simulated_run(resolved, on_gpus=not machine.is_cpu, granularity=machine.granularity)
     return compute_identity(
         [version(library) for library in ("torch", "transformers", "meshtrain")],
-        run.hf_config.to_json_string(),
         own_code(type(resolved.model)),
-        (run.attention, run.inputs, run.optimizer.model_dump(), asdict(run.batch)),
-        plan_hash(run.plan),
-        (machine.name, machine.config.model_dump(), machine.granularity, machine.is_cpu),
+        _for_json(run),
+        _for_json(machine),
     )
+
+
+def _for_json(value: object) -> object:
+    """Return a value as JSON can hold it, with all fields of a dataclass and all settings."""
+    if isinstance(value, PretrainedConfig):
+        return value.to_json_string()
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value):
+        return {field.name: _for_json(getattr(value, field.name)) for field in fields(value)}
+    return value

@@ -30,14 +30,15 @@ def number_alive(sent: SentMessages) -> list[int]:
     return [*found, sum(it() is not None for it in tensors)]
 
 
-def numbers_kept() -> list[int]:
-    sent = SentMessages(None)
+def numbers_kept(backend: str) -> list[int]:
+    sent = SentMessages(dist.new_group(backend=backend), torch.device("cpu"))
     # A second step is like the first one.
     return number_alive(sent) + number_alive(sent)
 
 
-def test_messages_that_have_arrived_are_dropped() -> None:
-    found, _ = run_on_ranks(2, numbers_kept)
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_messages_that_have_arrived_are_dropped(backend: str) -> None:
+    found, _ = run_on_ranks(2, numbers_kept, backend)
     assert len(found) == 10
     assert max(found) <= 1
     assert found[4] == found[9] == 0
@@ -51,7 +52,8 @@ class Broken:
 
 
 def errors_of_messages() -> None:
-    sent = SentMessages(None)
+    assert dist.group.WORLD is not None
+    sent = SentMessages(dist.group.WORLD, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="connection closed"), sent:
         sent.add([Broken()])  # type: ignore[list-item]
     with pytest.raises(KeyError), sent:
@@ -84,7 +86,7 @@ class Message:
 
 
 def waits() -> list[list[int]]:
-    sent = SentMessages(dist.new_group([0], backend="fake"))
+    sent = SentMessages(dist.new_group([0], backend="fake"), torch.device("cpu"))
     messages = [Message(has_arrived=True), Message(has_arrived=False), Message(has_arrived=True)]
     found = []
     with sent:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from meshtrain import cli
+from meshtrain.planning import machine
 from meshtrain.planning.changes import smaller
 from meshtrain.planning.machine import GIB, find_machine, shipped_machines
 from meshtrain.planning.simulation.rank import simulate_rank
@@ -59,6 +60,14 @@ def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: p
     assert "shard over more processes" in " ".join(capsys.readouterr().out.split())
 
 
+def speed_with(table: str) -> str:
+    """Return the description of an H100 with another table, or one more."""
+    text = (Path(machine.__file__).parent / "machines" / "h100-80gb.toml").read_text()
+    name = table.splitlines()[0]
+    before, _, rest = text.partition(name)
+    return before + table + rest[rest.index("\n[") :] if rest else text + table
+
+
 @pytest.mark.parametrize(
     ("gpu", "text", "message"),
     [
@@ -66,6 +75,16 @@ def test_run_that_never_fits_is_told_so(run_file: str, tmp_path: Path, capsys: p
         ("m.toml", 'reserved_gib = 1.0\nfragmentation = 0.0\nsource = "x"\n', "memory_gib: missing"),
         ("m.toml", MACHINE.format(memory=-1), "memory_gib: expected"),
         ("m.toml", MACHINE.format(memory=1) + "speed = 3\n", "speed: expected a table, found 3"),
+        (
+            "m.toml",
+            MACHINE.format(memory=1).replace("reserved_gib = 0.0", "reserved_gib = 1.5"),
+            "reserved_gib is 1.5, but the machine has 1 GiB",
+        ),
+        ("m.toml", speed_with("[speed.peak_tflops]\n"), "speed.peak_tflops: there is no rate"),
+        ("m.toml", speed_with("[speed.peak_tflops]\nbf16 = 989\n"), "bf16"),
+        ("m.toml", speed_with("[speed.messages.all_reduce]\ntwo = [[1e3, 1e-5]]\n"), "two"),
+        ("m.toml", speed_with("[speed.messages.all_reduce]\n0 = [[1e3, 1e-5]]\n"), "speed.messages.all_reduce.0"),
+        ("m.toml", speed_with("[speed.messages.allreduce]\n2 = [[1e3, 1e-5]]\n"), "allreduce"),
         ("m.toml", None, "no file 'm.toml'"),
     ],
 )

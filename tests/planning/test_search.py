@@ -120,6 +120,13 @@ def test_as_many_plans_are_shown_as_asked_for(run_file: str, capsys: pytest.Capt
     assert [line.split()[0] for line in table if line[:1].isdigit()] == ["1", "2"]
 
 
+def test_what_fixed_copies_leave_is_sharded(run_file: str) -> None:
+    config = config_of(run_file, "plan.mesh.dp_replicate=4", "global_batch_size=64")
+    pinned = ["plan.mesh.dp_replicate"]
+    found = {it.dp_shard for it in candidates(config, pinned, 64, 4, 8) if it.pp == it.tp == 1}
+    assert found == {16}
+
+
 def test_no_plan_is_simulated_after_the_deadline_but_one_on_each_core(run_file: str) -> None:
     config = config_of(run_file)
     wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)

@@ -18,15 +18,17 @@ from meshtrain.config.plan import RecomputePlan
 from meshtrain.config.run import ModelConfig, ProfileConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError, TrainingStopped
+from meshtrain.planning.machine import find_machine
 from meshtrain.profiling.comparison import Measurement, comparison_lines, prediction_lines
 from meshtrain.profiling.files import Prediction, prediction_path, read_prediction
 from meshtrain.profiling.known_machine import known_machine
+from meshtrain.profiling.prediction import _key
 from meshtrain.profiling.prediction_hook import PredictionHook
 from meshtrain.profiling.report.comparison import comparison
 from meshtrain.profiling.report.page import report_page
 from meshtrain.profiling.report.recorded import read_run_directory
 from meshtrain.training.hooks import Hook, Metrics, RunState
-from meshtrain.training.resolve import ResolvedRun
+from meshtrain.training.resolve import ResolvedRun, resolve_run
 from meshtrain.training.run import train_run
 from tests.planning.cases import MODELS
 from tests.profiling.directories import prediction, summary
@@ -67,6 +69,23 @@ def machine_file(directory: Path, *, memory: float = 2.0, speed: str = SPEED) ->
     file = directory / "machine.toml"
     file.write_text(MEMORY.format(memory=memory) + speed)
     return str(file)
+
+
+def test_whatever_decides_a_prediction_is_in_its_key(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN_TEXT + LLAMA_TEXT)
+    machine = find_machine(machine_file(tmp_path), 2)
+    changes = [
+        [],
+        ["ema.decay=0.99"],
+        ["objective.label_smoothing=0.1"],
+        ["global_batch_size=16"],
+        ["optimizer.name='lion'"],
+        ["objective.z_loss=0.1"],
+    ]
+    runs = [resolve_run(load_run(tmp_path / "run.toml", it), 2) for it in changes]
+    keys = [_key(run, machine) for run in runs]
+    assert len(set(keys)) == len(changes)
+    assert keys[0] == _key(resolve_run(load_run(tmp_path / "run.toml", []), 2), machine)
 
 
 def train_here(*configs: RunConfig, hooks: tuple[Hook, ...] = ()) -> list[str]:

@@ -233,7 +233,10 @@ def _divisors(number: int) -> list[int]:
 
 def _data_degrees(choices: Choices, number: int, on_host: int) -> Iterator[tuple[int, int]]:
     """Yield dp_replicate and dp_shard: no sharding, inside hosts, over all."""
-    for shard in choices.of("plan.mesh.dp_shard", sorted({1, math.gcd(number, on_host), number})):
+    usual = {1, math.gcd(number, on_host), number}
+    # What fixed copies leave is sharded.
+    usual |= {number // copies for copies in choices.of("plan.mesh.dp_replicate", []) if number % copies == 0}
+    for shard in choices.of("plan.mesh.dp_shard", sorted(usual)):
         degree = number if shard == -1 else shard
         for replicate in choices.of("plan.mesh.dp_replicate", [max(1, number // degree)]):
             # An open dp_shard takes what another axis leaves.

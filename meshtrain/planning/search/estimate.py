@@ -188,17 +188,16 @@ class Estimator:
     def _parts_of(self, candidate: Candidate) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
         reshard = candidate.reshard if needs_sharded(candidate, self._plan) else None
-        parts = self._parts.seconds(candidate.kind, candidate.head_kind, candidate.micro_batch_size, reshard)
-        if candidate.ep == candidate.cp == 1:
+        rows, cp = candidate.micro_batch_size, candidate.cp
+        parts = self._parts.seconds(candidate.kind, candidate.head_kind, rows, cp, reshard)
+        if candidate.ep == cp == 1:
             return parts
         messages = self._exchange_seconds(candidate)
         again = 2 if candidate.recompute == "full" else 1
-        cp = candidate.cp
         return replace(
             parts,
-            forward_seconds=parts.forward_seconds / cp + messages,
-            backward_seconds=parts.backward_seconds / cp + again * messages,
-            head_seconds=parts.head_seconds / cp,
+            forward_seconds=parts.forward_seconds + messages,
+            backward_seconds=parts.backward_seconds + again * messages,
         )
 
     def _exchange_seconds(self, candidate: Candidate) -> float:
@@ -291,7 +290,9 @@ class Estimator:
         """Return the seconds of messages between stages that a process waits for."""
         if candidate.pp == 1:
             return 0.0
-        size = min(self._parts.kept_bytes(candidate.kind)) * candidate.micro_batch_size // candidate.cp
+        size = candidate.micro_batch_size * self._length * self._sizes.hidden * self._compute // candidate.cp
+        if candidate.sequence_parallel:
+            size //= candidate.tp
         crossings = 2 * (candidate.pp - 1) * candidate.stages_per_rank
         return crossings * self._messages(candidate.mesh, candidate.offload, "send", size, PP)
 

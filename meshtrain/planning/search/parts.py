@@ -99,13 +99,14 @@ class Parts:
         """Return what the head and the loss of a sequence need at most."""
         return self._simulated.heads[kind, 1].head_bytes
 
-    def _seconds(self, kind: Kind, head_kind: HeadKind, rows: int, reshard: Reshard | None) -> LayerSeconds:
+    def _seconds(self, kind: Kind, head_kind: HeadKind, rows: int, cp: int, reshard: Reshard | None) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, besides messages over data axes.
 
         Args:
             kind: of the layers.
             head_kind: of the head.
             rows: sequences of the microbatch.
+            cp: number of processes that share each sequence.
             reshard: of FSDP2; None if nothing is sharded.
         """
         known, known_head = self._kinds[kind.cut], self._head_kinds[head_kind.cut]
@@ -117,13 +118,14 @@ class Parts:
         growth = forward / one[0]
         head = _at_rows(rows, (self._of_head(known_head, number) for number in (1, MORE_ROWS)))
         fsdp = self._of_fsdp(known, reshard)
+        # FSDP2 does the same for parts of sequences.
         return LayerSeconds(
-            forward_seconds=own_forward * growth + around + fsdp.forward_seconds,
-            backward_seconds=backward + (own_backward - one[1]) * growth + fsdp.backward_seconds,
+            forward_seconds=(own_forward * growth + around) / cp + fsdp.forward_seconds,
+            backward_seconds=(backward + (own_backward - one[1]) * growth) / cp + fsdp.backward_seconds,
             stage_seconds=fsdp.stage_seconds,
             once_seconds=fsdp.once_seconds,
             # What other heads have more is the work of logits.
-            head_seconds=head + rows * (self._of_head(head_kind, 1) - self._of_head(known_head, 1)),
+            head_seconds=(head + rows * (self._of_head(head_kind, 1) - self._of_head(known_head, 1))) / cp,
         )
 
     def _layer_seconds(self, kind: Kind, rows: int) -> tuple[float, float, float]:
