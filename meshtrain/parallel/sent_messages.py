@@ -75,7 +75,7 @@ class SentMessages:
     def _has_arrived(self) -> bool:
         """Return whether the first of the messages has arrived."""
         if self._waiter is not None:
-            return self._waiter.takes_arrived()
+            return self._waiter.pop_arrived()
         if not all(work.is_completed() for work in self._pending[0]):
             return False
         _wait_for(self._pending[0])
@@ -100,8 +100,8 @@ class _Waiter(Thread):
         self._arrived: deque[None] = deque()
         self.start()
 
-    def takes_arrived(self) -> bool:
-        """Return whether one more message has arrived."""
+    def pop_arrived(self) -> bool:
+        """Return whether one more message has arrived, and count it as dropped."""
         if not self._arrived:
             return False
         self._arrived.popleft()

@@ -30,7 +30,7 @@ def read_or_predict(resolved: ResolvedRun, machine: Machine) -> Prediction | str
     """Return the prediction of a run, or why there is none: its model cannot be simulated.
 
     All processes of a run call this at once: one of them works and the others wait for it. Another
-    start, or another run of the same model, plan and batch, reads what it has found.
+    start, or another run whose prediction must be the same, reads what it has found.
 
     Raises:
         DataError: if the cache cannot be written.
@@ -104,7 +104,7 @@ def _for_json(value: object) -> object:
     if isinstance(value, PretrainedConfig):
         return value.to_json_string()
     if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+        return json.dumps(value.model_dump(mode="json"), sort_keys=True)
     if is_dataclass(value):
         return {field.name: _for_json(getattr(value, field.name)) for field in fields(value)}
     return value

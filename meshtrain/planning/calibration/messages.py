@@ -22,7 +22,7 @@ from meshtrain.planning.speed.rates import FASTEST, POSTED
 from meshtrain.runtime.environment import local_world_size_from_environment
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))
-SECONDS, ROUNDS, MOST = 0.6, 5, 20
+SECONDS, ROUNDS, MOST = 0.5, 5, 20
 # Rows and columns of the matrices that are multiplied between messages, which takes about as long
 # as a message.
 WIDTH = {"cpu": 384, "cuda": 1024}

@@ -13,7 +13,7 @@ from meshtrain.planning.calibration.calls import Call
 # Every point is measured for about as long, in a few rounds.
 SECONDS, ROUNDS = 0.04, 5
 # Operators are measured several times, far apart in time. Where other programs share the memory of
-# the machine, its speed stays another one for some seconds.
+# the machine, its speed changes for seconds at a time.
 PASSES, PASS_SECONDS = 3, 0.01
 # More than the caches of a processor hold.
 COLD_BYTES, MOST_COPIES = 2**26, 16
@@ -62,26 +62,33 @@ def measure_operators(calls: Sequence[Call], device: torch.device) -> tuple[dict
     """
     rounds: list[list[float]] = [[] for _ in calls]
     others: dict[str, str] = {}
-    runnable = dict(enumerate(calls))
-    for _ in range(PASSES):
-        for index, call in [*runnable.items()]:
-            # Processes on one CPU share its memory, and do the same at the same time in a step.
-            dist.barrier()
-            try:
-                rotation = _Rotation(call, device)
-                rotation.fill()
-                rounds[index] += _rounds_of(rotation, device, PASS_SECONDS)
-            except torch.OutOfMemoryError:
+    failed: set[int] = set()
+    for index, call in PASSES * [*enumerate(calls)]:
+        # Processes on one CPU share its memory, and do the same at the same time in a step. A call
+        # may fail on one process alone, so all go through all calls.
+        dist.barrier()
+        if index in failed:
+            continue
+        try:
+            rounds[index] += _rounds_in_turn(call, device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if device.type == "cpu":
                 raise
-            except (RuntimeError, NotImplementedError) as error:
-                if device.type == "cpu":
-                    raise
-                others[call.key] = str(error).splitlines()[0]
-                del runnable[index]
+            others[call.key] = str(error).splitlines()[0]
+            failed.add(index)
     found: dict[str, list[Point]] = {}
-    for index, call in runnable.items():
-        found.setdefault(call.key, []).append((float(call.size), statistics.median(rounds[index])))
+    for index, call in enumerate(calls):
+        if index not in failed:
+            found.setdefault(call.key, []).append((float(call.size), statistics.median(rounds[index])))
     return found, others
+
+
+def _rounds_in_turn(call: Call, device: torch.device) -> list[float]:
+    rotation = _Rotation(call, device)
+    rotation.fill()
+    return _rounds_of(rotation, device, PASS_SECONDS)
 
 
 class _Rotation:

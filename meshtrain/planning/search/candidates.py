@@ -232,7 +232,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _data_degrees(choices: Choices, number: int, on_host: int) -> Iterator[tuple[int, int]]:
-    """Yield dp_replicate and dp_shard: no sharding, inside hosts, over all."""
+    """Yield dp_replicate and dp_shard: no sharding, inside hosts, over all, beside fixed copies."""
     usual = {1, math.gcd(number, on_host), number}
     # What fixed copies leave is sharded.
     usual |= {number // copies for copies in choices.of("plan.mesh.dp_replicate", []) if number % copies == 0}

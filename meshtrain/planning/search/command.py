@@ -90,7 +90,7 @@ def _refuse(wanted: Wanted, simulated: Sequence[Found]) -> NoReturn:
     raise PlanError(
         f"none of the {len(simulated)} plans that were simulated fits {wanted.world_size} {wanted.machine.name}: "
         f"{least.candidate.described()} needs least, and {gib(lacking)} GiB too much",
-        "take more processes, GPUs with more memory, or a smaller model",
+        "take more processes, a machine with more memory, or a smaller model",
     )
 
 

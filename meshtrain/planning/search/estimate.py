@@ -219,10 +219,11 @@ class Estimator:
         posts_sums = not (plan.is_sharded or self._has_formats or on_host)
         return Rates(self._speed, plan, optimizer_on_host=on_host, posts_sums=posts_sums)
 
-    def _message_seconds(self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str) -> float:
-        # Copies are summed in backward passes.
+    def _message_seconds(
+        self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str, *, is_backward: bool = False
+    ) -> float:
         message = Work(name, None, 0, num_bytes, axis)
-        return self._rates(mesh, offload).message_seconds(message, is_backward=axis == DP_REPLICATE)
+        return self._rates(mesh, offload).message_seconds(message, is_backward=is_backward)
 
     def _matrix_seconds(self, matrices: Held, mesh: tuple[int, ...], offload: str) -> float:
         return update_seconds(matrices, mesh, self._parameters, self._rates(mesh, offload))
@@ -274,7 +275,11 @@ class Estimator:
             return 0.0
         sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
         size = int(self._shard(candidate, max(map(sum, sizes))) * self._reduce)
-        reduce = self._messages(candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE)
+        # Schedules that split the backward pass sum copies after it.
+        is_backward = candidate.pp == 1 or not SCHEDULES[candidate.schedule].splits_backward
+        reduce = self._messages(
+            candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE, is_backward=is_backward
+        )
         layers = len(self._sizes.layers) / candidate.pp
         return layers * (max(0.0, reduce - backward) if self._speed.is_asynchronous else reduce)
 
