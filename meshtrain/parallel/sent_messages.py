@@ -31,22 +31,17 @@ class SentMessages:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # gloo does not tell whether a message has arrived, so a thread waits for it.
-        self._has_thread = backend_of(device, group) == "gloo"
-        self._pending: deque[Works] = deque()
-        self._waiter: _Waiter | None = None
+        # gloo does not tell whether a message has arrived.
+        self._kind = _Awaited if backend_of(device, group) == "gloo" else _Polled
+        self._messages: _Awaited | _Polled
 
     def __enter__(self) -> Self:
-        self._waiter = _Waiter() if self._has_thread else None
+        self._messages = self._kind()
         return self
 
     def add(self, works: Works) -> None:
         """Take messages that are on their way, and drop those that have arrived."""
-        self._pending.append(works)
-        if self._waiter is not None:
-            self._waiter.queue.put(works)
-        while self._pending and self._has_arrived():
-            self._pending.popleft()
+        self._messages.add(works)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,63 +51,73 @@ class SentMessages:
         Raises:
             RuntimeError: if a message could not be sent.
         """
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.queue.put(None)
-        if error is not None:
+        if error is None:
+            self._messages.finish()
+        else:
             # Another process may have failed, too, and receive nothing.
-            self._pending.clear()
-            return
-        if waiter is not None:
-            waiter.join()
-            # gloo would wait for ever for a message that has been awaited.
-            self._pending.clear()
-            if waiter.error is not None:
-                raise waiter.error
+            self._messages.abandon()
+
+
+class _Polled:
+    """Messages that tell whether they have arrived."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Works] = deque()
+
+    def add(self, works: Works) -> None:
+        self._pending.append(works)
+        while self._pending and all(work.is_completed() for work in self._pending[0]):
+            _wait_for(self._pending.popleft())
+
+    def finish(self) -> None:
         while self._pending:
             _wait_for(self._pending.popleft())
 
-    def _has_arrived(self) -> bool:
-        """Return whether the first of the messages has arrived."""
-        if self._waiter is not None:
-            return self._waiter.pop_arrived()
-        if not all(work.is_completed() for work in self._pending[0]):
-            return False
-        _wait_for(self._pending[0])
-        return True
+    def abandon(self) -> None:
+        self._pending.clear()
 
 
-class _Waiter(Thread):
-    """Waits for messages, one after the other.
+class _Awaited:
+    """Messages that a thread waits for, one after the other, because gloo waits only once for each.
 
     The thread of the step drops them: torch's profiler, which measures the memory of a CPU, does
     not see what other threads free.
-
-    Attributes:
-        queue: of the messages; None: there are no more.
-        error: of the first message that could not be sent. The later ones are not awaited.
     """
 
     def __init__(self) -> None:
-        super().__init__(name="sent messages", daemon=True)
-        self.queue: SimpleQueue[Works | None] = SimpleQueue()
-        self.error: Exception | None = None
+        self._pending: deque[Works] = deque()
+        # None: there are no more.
+        self._queue: SimpleQueue[Works | None] = SimpleQueue()
+        # One entry for each message that has arrived and is not dropped.
         self._arrived: deque[None] = deque()
-        self.start()
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._wait, name="sent messages", daemon=True)
+        self._thread.start()
 
-    def pop_arrived(self) -> bool:
-        """Return whether one more message has arrived, and count it as dropped."""
-        if not self._arrived:
-            return False
-        self._arrived.popleft()
-        return True
+    def add(self, works: Works) -> None:
+        self._pending.append(works)
+        self._queue.put(works)
+        while self._arrived:
+            self._arrived.popleft()
+            self._pending.popleft()
 
-    def run(self) -> None:
-        while (works := self.queue.get()) is not None:
+    def finish(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        self._pending.clear()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        self._queue.put(None)
+        self._pending.clear()
+
+    def _wait(self) -> None:
+        while (works := self._queue.get()) is not None:
             try:
                 _wait_for(works)
             except Exception as error:  # noqa: BLE001 - the step raises it at its end
-                self.error = error
+                self._error = error
                 return
             # No reference is left here once the message counts as arrived.
             del works
