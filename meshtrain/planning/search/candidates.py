@@ -31,30 +31,25 @@ MOST_ROWS = 64
 LONG, MOST_CP = 16_384, 8
 
 
-class Kind(NamedTuple):
-    """What determines the layers of a candidate."""
+class Cut(NamedTuple):
+    """How tensor parallelism cuts layers."""
 
     tp: int
     sequence_parallel: bool
-    recompute: Recompute
 
-    @property
-    def cut(self) -> tuple[int, bool]:
-        """Return how the layers are cut, whatever is recomputed."""
-        return self.tp, self.sequence_parallel
+
+class Kind(NamedTuple):
+    """What determines the layers of a candidate."""
+
+    cut: Cut
+    recompute: Recompute
 
 
 class HeadKind(NamedTuple):
     """What determines the head and the loss of a candidate."""
 
-    tp: int
-    sequence_parallel: bool
+    cut: Cut
     loss_parallel: bool
-
-    @property
-    def cut(self) -> tuple[int, bool]:
-        """Return how the layers before the head are cut."""
-        return self.tp, self.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -97,14 +92,19 @@ class Candidate:
         return self.pp, self.dp_replicate, self.dp_shard, self.ep, self.cp, self.tp
 
     @property
+    def cut(self) -> Cut:
+        """Return how its layers are cut."""
+        return Cut(self.tp, self.sequence_parallel)
+
+    @property
     def kind(self) -> Kind:
         """Return what determines its layers."""
-        return Kind(self.tp, self.sequence_parallel, self.recompute)
+        return Kind(self.cut, self.recompute)
 
     @property
     def head_kind(self) -> HeadKind:
         """Return what determines its head and its loss."""
-        return HeadKind(self.tp, self.sequence_parallel, self.loss_parallel)
+        return HeadKind(self.cut, self.loss_parallel)
 
     def plan(self, plan: ParallelPlan) -> ParallelPlan:
         """Return a plan with these settings."""

@@ -20,7 +20,7 @@ from meshtrain.parallel.tensor.head_share import heads_of
 from meshtrain.planning.assembly.outline import outline_of
 from meshtrain.planning.assembly.task import Task
 from meshtrain.planning.cores import on_all_cores
-from meshtrain.planning.search.candidates import Candidate, HeadKind, Kind, Reshard, needs_sharded
+from meshtrain.planning.search.candidates import Candidate, Cut, HeadKind, Kind, Reshard, needs_sharded
 from meshtrain.planning.search.estimate import Estimator
 from meshtrain.planning.search.layers import LayerNeeds, layer_needs
 from meshtrain.planning.search.parts import MORE_ROWS, Parts, Simulated
@@ -85,8 +85,8 @@ def _of_tp(tp: int, wanted: Wanted, candidates: Collection[Candidate], num_layer
     reshards = {it.reshard for it in ours if needs_sharded(it, wanted.base.plan)}
     found = _Found()
     # Without recomputation, less of the work of a layer is that of the parameters alone.
-    for kind in sorted({it.kind for it in ours}, key=lambda it: (not it.sequence_parallel, it.recompute != "none")):
-        if (kind._replace(sequence_parallel=True), 1) in found.simulated.layers:
+    for kind in sorted({it.kind for it in ours}, key=lambda it: (not it.cut.sequence_parallel, it.recompute != "none")):
+        if (kind._replace(cut=Cut(tp, sequence_parallel=True)), 1) in found.simulated.layers:
             continue
         heads = [it for it in head_kinds if it.cut == kind.cut]
         known = [it for it in heads if (it, 1) in found.simulated.heads]

@@ -130,16 +130,16 @@ class Parts:
 
     def _layer_seconds(self, kind: Kind, rows: int) -> tuple[float, float, float]:
         """Return the seconds of a layer, forward and backward, and its share of what is around."""
-        needs, rates = self._simulated.layers[kind, rows], self._rates(kind.tp)
+        needs, rates = self._simulated.layers[kind, rows], self._rates(kind.cut.tp)
         return *layer_seconds(needs, rates), around_seconds(needs, rates)
 
     def _head_seconds(self, kind: HeadKind, rows: int) -> float:
-        return head_seconds(self._simulated.heads[kind, rows], self._rates(kind.tp))
+        return head_seconds(self._simulated.heads[kind, rows], self._rates(kind.cut.tp))
 
     def _fsdp_seconds(self, kind: Kind, reshard: Reshard | None) -> FsdpSeconds:
         alone = self._simulated.layers[kind, 1]
         sharded = alone if reshard is None else self._simulated.sharded[kind, reshard]
-        return fsdp_seconds(sharded, alone, self._rates(kind.tp))
+        return fsdp_seconds(sharded, alone, self._rates(kind.cut.tp))
 
     def _rates_alone(self, tp: int) -> Rates:
         return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))

@@ -87,12 +87,12 @@ class Wanted:
         """Return a run on one stage, to look at its layers, and its only candidate.
 
         Args:
-            kind: tp, sequence parallel and recomputation.
+            kind: of the layers.
             rows: sequences of a microbatch.
             loss_parallel: whether the loss uses parts of the logits.
             shards: processes among which FSDP2 shards the layers.
         """
-        tp, sequence_parallel, recompute = kind
+        (tp, sequence_parallel), recompute = kind
         batch = {"global_batch_size": shards * MICROBATCHES * rows, "batch_ramp": NO_RAMP}
         candidate = Candidate(1, 1, shards, tp, "1F1B", 1, rows, recompute, sequence_parallel, "never", "none")
         candidate = replace(candidate, loss_parallel=loss_parallel)
@@ -102,11 +102,11 @@ class Wanted:
         """Return for how many tokens of a microbatch a process has logits at once.
 
         Args:
-            kind: tp, sequence parallel and loss parallel.
+            kind: of the head.
             rows: sequences of a microbatch.
             cp: processes that share a sequence.
         """
-        tp, _, loss_parallel = kind
+        (tp, _), loss_parallel = kind
         tensor = self.base.plan.tensor.model_copy(update={"loss_parallel": loss_parallel})
         mesh = MeshPlan(dp_shard=1, cp=cp, tp=tp)
         plan = self.config.plan.model_copy(update={"mesh": mesh, "tensor": tensor})
