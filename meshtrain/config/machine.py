@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Self
+from typing import Annotated, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
+from meshtrain.config.plan import ComputeDtype
 from meshtrain.config.settings import REMEDY, Count, Fraction, Positive, Settings
 from meshtrain.errors import ConfigError
 
@@ -33,8 +34,11 @@ Curve = Annotated[
 ]
 
 
-FORMATS = ("float64", "float32", "float16", "bfloat16", "float8", "mxfp8")
-MESSAGES = ("all_reduce", "posted_all_reduce", "all_gather", "reduce_scatter", "send")
+# An all_reduce that is posted, and awaited after something has been computed.
+POSTED = "posted_all_reduce"
+MESSAGES = ("all_reduce", POSTED, "all_gather", "reduce_scatter", "send")
+# The products of a plan, and those of blocks of 8 bits.
+FORMATS = (*get_args(ComputeDtype), "mxfp8")
 
 
 def _one_of(names: Sequence[str]) -> AfterValidator:

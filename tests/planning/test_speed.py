@@ -200,8 +200,9 @@ def test_sums_that_travel_beside_a_backward_pass_cost_what_was_measured_beside_p
     assert seconds("gradients", posts_sums=True) == 7.0, "the small ones are awaited at once"
     assert seconds("backward", posts_sums=False) == 7.0, "FSDP2 waits for them"
     over_tp = Work("allreduce_", torch.float32, 0, 1, "tp")
-    both = Rates(speed, MeshPlan(dp_shard=1, tp=2), posts_sums=True)
-    assert both.message_seconds(over_tp, is_backward=True) == 7.0
+    clock = Clock(Rates(speed, MeshPlan(dp_shard=1, tp=2), posts_sums=True))
+    clock.run([action("backward", 0, 0, over_tp)])
+    assert clock.now == 7.0, "tp waits for its sums"
 
 
 def clock_of(layer_seconds: float, gather_seconds: float, *, is_asynchronous: bool) -> Clock:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.compat.distributed import all_gather_single, reduce_scatter_single
-from meshtrain.config.machine import LinkConfig
+from meshtrain.config.machine import POSTED, LinkConfig
 from meshtrain.planning.calibration.operators import Point
-from meshtrain.planning.speed.rates import FASTEST, POSTED
+from meshtrain.planning.speed.rates import FASTEST
 from meshtrain.runtime.environment import local_world_size_from_environment
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))

@@ -20,16 +20,15 @@ COLD_BYTES, MOST_COPIES = 2**26, 16
 Point = tuple[float, float]
 
 
-def seconds_of(action: Callable[[], object], device: torch.device, *, seconds: float = SECONDS) -> float:
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
     """Return how long an action takes: the median of a few rounds.
 
     Args:
         action: is called many times.
         device: that computes it.
-        seconds: for all rounds.
     """
     action()
-    return statistics.median(_rounds_of(action, device, seconds))
+    return statistics.median(_rounds_of(action, device, SECONDS))
 
 
 def _rounds_of(action: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

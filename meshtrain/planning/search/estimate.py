@@ -215,15 +215,13 @@ class Estimator:
 
     def _mesh_rates(self, mesh: tuple[int, ...], offload: str) -> Rates:
         plan = MeshPlan(**dict(zip(AXES, mesh, strict=True)))
-        on_host = offload == "cpu"
-        posts_sums = not (plan.is_sharded or self._has_formats or on_host)
-        return Rates(self._speed, plan, optimizer_on_host=on_host, posts_sums=posts_sums)
+        return Rates(self._speed, plan, optimizer_on_host=offload == "cpu")
 
     def _message_seconds(
-        self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str, *, is_backward: bool = False
+        self, mesh: tuple[int, ...], offload: str, name: str, num_bytes: int, axis: str, *, is_posted: bool = False
     ) -> float:
         message = Work(name, None, 0, num_bytes, axis)
-        return self._rates(mesh, offload).message_seconds(message, is_backward=is_backward)
+        return self._rates(mesh, offload).message_seconds(message, is_posted=is_posted)
 
     def _matrix_seconds(self, matrices: Held, mesh: tuple[int, ...], offload: str) -> float:
         return update_seconds(matrices, mesh, self._parameters, self._rates(mesh, offload))
@@ -276,9 +274,10 @@ class Estimator:
         sizes = zip(self._sizes.layers, self._sizes.experts, strict=True)
         size = int(self._shard(candidate, max(map(sum, sizes))) * self._reduce)
         # Schedules that split the backward pass sum copies after it.
-        is_backward = candidate.pp == 1 or not SCHEDULES[candidate.schedule].splits_backward
+        is_early = candidate.pp == 1 or not SCHEDULES[candidate.schedule].splits_backward
+        is_posted = is_early and not self._uses_fsdp(candidate)
         reduce = self._messages(
-            candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE, is_backward=is_backward
+            candidate.mesh, candidate.offload, "all_reduce", size, DP_REPLICATE, is_posted=is_posted
         )
         layers = len(self._sizes.layers) / candidate.pp
         return layers * (max(0.0, reduce - backward) if self._speed.is_asynchronous else reduce)

@@ -153,7 +153,8 @@ class Clock:
 
     def _item(self, work: Counter[Work] | Work, phase: str) -> _Item:
         if isinstance(work, Work):
-            seconds = self.rates.message_seconds(work, is_backward=phase.startswith("backward"))
+            is_posted = self.rates.posts_sums and phase.startswith("backward") and work.axis in REPLICA_AXES
+            seconds = self.rates.message_seconds(work, is_posted=is_posted)
             return _Item(seconds, work, shown_name(work.name), work.axis or "other")
         needs_gathered = any(kind.name == GATHERED for kind in work)
         seconds = self.rates.compute_seconds(work, in_optimizer=phase == "optimizer")

@@ -6,23 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshtrain.compat.fake import ATTENTION, HOOK, message_kind
-from meshtrain.config.machine import LinkConfig, SpeedConfig
-from meshtrain.config.mesh import (
-    AXES,
-    EXPERT_FSDP_AXES,
-    FSDP_AXES,
-    REPLICA_AXES,
-    STAGE,
-    MeshPlan,
-    axes_named,
-    fsdp_axis_of,
-)
+from meshtrain.config.machine import POSTED, LinkConfig, SpeedConfig
+from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
 
 GB, TERA = 1e9, 1e12
 FASTEST = 1e-6
-# An all_reduce that is posted, and awaited after something has been computed.
-POSTED = "posted_all_reduce"
 # A plan has one name for the formats of 8 bits, which are equally fast, and one for their blocks.
 FLOAT8, BLOCKS = "float8", "mxfp8"
 # Message -> how often its bytes pass a link in a ring of very many processes. The bytes are those
@@ -68,19 +57,19 @@ class Rates:
         host = self._speed.operator_seconds * sum(work.values()) + self._speed.hook_seconds * hooks
         return max(device, host) if self.is_asynchronous else device + host
 
-    def message_seconds(self, message: Work, *, is_backward: bool = False) -> float:
+    def message_seconds(self, message: Work, *, is_posted: bool = False) -> float:
         """Return the seconds of a collective, or of a message to a neighbor on its axis.
 
         Args:
             message: its operator, bytes and axis.
-            is_backward: whether it belongs to a backward pass.
+            is_posted: whether it is a sum that a CPU posts and awaits later.
         """
         group = self._groups.get(message.axis or "")
         if group is None or group.size == 1:
             return 0.0
         name, num_bytes = message_kind(message.name), message.num_bytes
         measured = self._speed.messages.get(name, {})
-        if is_backward and self.posts_sums and message.axis in REPLICA_AXES and name == "all_reduce":
+        if is_posted:
             measured = self._speed.messages.get(POSTED, measured)
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
