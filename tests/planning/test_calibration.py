@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshtrain import cli
 from meshtrain.compat.fake import attention_of_cpu
@@ -50,6 +51,21 @@ def test_every_operator_of_a_step_is_timed_by_itself(model_type: str) -> None:
     for call, _ in found:
         sizes.setdefault(call.key, []).append(call.size)
     assert all(known == sorted(set(known)) and len(known) <= 6 for known in sizes.values())
+
+
+def points_where_one_rank_fails() -> tuple[list[str], list[str]]:
+    """Measure two products, of which the first has shapes that do not fit on one rank."""
+    wide, tall = (TensorShape(shape, (shape[1], 1), torch.float32) for shape in ((2, 3), (3, 2)))
+    first = wide if dist.get_rank() else tall
+    calls = [Call("aten.mm.default", f"mm {it}", 12, 48, (wide, other), {}) for it, other in enumerate((first, tall))]
+    # Its operators only know shapes. As on a GPU, one that does not run there is left out.
+    points, others = measure_operators(calls, torch.device("meta"))
+    dist.barrier()
+    return [*points], [*others]
+
+
+def test_a_call_that_fails_on_one_rank_does_not_stop_the_others() -> None:
+    assert run_on_ranks(2, points_where_one_rank_fails) == [(["mm 0", "mm 1"], []), (["mm 1"], ["mm 0"])]
 
 
 def test_an_update_of_all_parameters_is_timed_with_some_of_them() -> None:

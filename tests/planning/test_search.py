@@ -342,6 +342,45 @@ def test_closed_form_agrees_with_the_simulation(run_file: str) -> None:
     assert estimator.estimate(ALL_AT_ONCE).peak_bytes == pytest.approx(at_once, rel=0.25)
 
 
+def with_messages(wanted: Wanted, **messages: float) -> Wanted:
+    """Return a run on a CPU on which each kind of messages takes some seconds for a byte."""
+    config = wanted.machine.config
+    assert config.speed is not None
+    curves = {name: {str(PROCESSES): [(1.0, seconds)]} for name, seconds in messages.items()}
+    speed = config.speed.model_copy(update={"messages": curves, "is_asynchronous": False})
+    machine = replace(wanted.machine, config=config.model_copy(update={"speed": speed}))
+    return replace(wanted, machine=machine)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [candidate(2, 1, 2, 1, 4), candidate(2, 1, 2, 1, 4, recompute="full"), candidate(2, 1, 1, 2, 4)],
+    ids=Candidate.described,
+)
+def test_closed_form_knows_the_size_of_messages_between_stages(case: Candidate, run_file: str) -> None:
+    wanted = wanted_run(config_of(run_file), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    wanted = with_messages(wanted, send=1.0)
+    needs = find_needs(wanted.resolved(case), wanted.machine)
+    number, size = needs.totals[0].messages["pp", "send"]
+    # A hidden state goes there, and its gradient comes back.
+    assert build_estimator(wanted, [case])._border_seconds(case) == pytest.approx(2 * size / number)
+
+
+def test_closed_form_knows_which_sums_travel_beside_a_backward_pass(run_file: str) -> None:
+    config = config_of(run_file, "plan.precision.compute='float32'")
+    wanted = wanted_run(config, find_machine("h100-80gb", PROCESSES), PROCESSES)
+    wanted = with_messages(wanted, all_reduce=2.0, posted_all_reduce=1.0)
+    posted, split = (
+        candidate(2, 2, 1, 1, 4, schedule=schedule, stages_per_rank=2)
+        for schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    )
+    sharded = candidate(1, 2, 2, 1, 4)
+    estimator = build_estimator(wanted, [posted, split, sharded])
+    seconds = {it: estimator._replica_seconds(it, 0.0) for it in (posted, split, sharded)}
+    # FSDP2 sums halves of all layers.
+    assert seconds[posted] == pytest.approx(seconds[split] / 2) == pytest.approx(seconds[sharded] / 2)
+
+
 def test_closed_form_knows_whole_logits(run_file: str) -> None:
     # With so many words they need most of the memory.
     wanted = wanted_run(config_of(run_file, "model.config.vocab_size=64_000"), find_machine("h100-80gb", 4), 4)

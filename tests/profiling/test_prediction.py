@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,27 @@ import torch
 
 from meshtrain import cli
 from meshtrain.api.train import train
+from meshtrain.config.distillation import DistillationConfig
+from meshtrain.config.lora import LoraConfig
 from meshtrain.config.plan import RecomputePlan
-from meshtrain.config.run import ModelConfig, ProfileConfig, RunConfig
+from meshtrain.config.preference import PreferenceConfig
+from meshtrain.config.run import ModelConfig, ProfileConfig, RouterConfig, RunConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.planning.machine import find_machine
 from meshtrain.profiling.comparison import Measurement, comparison_lines, prediction_lines
 from meshtrain.profiling.files import Prediction, prediction_path, read_prediction
 from meshtrain.profiling.known_machine import known_machine
-from meshtrain.profiling.prediction import _key
+from meshtrain.profiling.prediction import _for_json, _key
 from meshtrain.profiling.prediction_hook import PredictionHook
 from meshtrain.profiling.report.comparison import comparison
 from meshtrain.profiling.report.page import report_page
 from meshtrain.profiling.report.recorded import read_run_directory
+from meshtrain.training.distillation.teacher import Teacher
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from meshtrain.training.resolve import ResolvedRun, resolve_run
 from meshtrain.training.run import train_run
-from tests.planning.cases import MODELS
+from tests.planning.cases import MODELS, PLANS, make_run
 from tests.profiling.directories import prediction, summary
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
@@ -86,6 +91,26 @@ def test_whatever_decides_a_prediction_is_in_its_key(tmp_path: Path) -> None:
     keys = [_key(run, machine) for run in runs]
     assert len(set(keys)) == len(changes)
     assert keys[0] == _key(resolve_run(load_run(tmp_path / "run.toml", []), 2), machine)
+
+
+def test_every_setting_of_a_simulation_is_in_its_key() -> None:
+    run = make_run("llama", PLANS["fsdp"])
+    changes: list[dict[str, Any]] = [
+        {"attention": "eager"},
+        {"trust_remote_code": not run.trust_remote_code},
+        {"inputs": ("position_ids",)},
+        {"router": RouterConfig(z_loss=0.1)},
+        {"lora": LoraConfig(rank=8)},
+        {"preference": PreferenceConfig(loss="dpo")},
+        {"has_weights": True},
+        {"teacher": Teacher(DistillationConfig(teacher="one"), run.hf_config, "sdpa", run.plan)},
+        {"teacher": Teacher(DistillationConfig(teacher="one"), run.hf_config, "eager", run.plan)},
+        {"on_gpus": True},
+        {"layers": (0,)},
+    ]
+    # What JSON cannot hold would raise.
+    found = {json.dumps(_for_json(replace(run, **it))) for it in ({}, *changes)}
+    assert len(found) == len(changes) + 1
 
 
 def train_here(*configs: RunConfig, hooks: tuple[Hook, ...] = ()) -> list[str]:
