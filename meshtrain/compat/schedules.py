@@ -220,7 +220,7 @@ class _Program:
 def _gpipe(rank: int, pp: int, num_microbatches: int) -> list[Instruction]:
     """Return the instructions of `ScheduleGPipe._step_microbatches`.
 
-    It waits for what it has sent once, because a stage sends its messages itself.
+    It waits for what it has sent at the end only, because `StaticStage` sends its messages itself.
     """
     program = _Program(rank, pp)
     sent: tuple[Border, ...] = ()

@@ -22,8 +22,9 @@ from meshtrain.compat.transformers import keeps_keys_and_values
 from meshtrain.config.mesh import PP, TP
 from meshtrain.errors import ModelError, UserError, name_some
 from meshtrain.models.build import stock_class
+from meshtrain.parallel.borders import received_like
 from meshtrain.parallel.cut.stage import Stage
-from meshtrain.parallel.pipeline import Pipeline, received_like
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.schedule import ForwardMessages, stage_owners
 from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.runtime.mesh import axis_size

@@ -1,6 +1,7 @@
 """The parallel model.
 
 account: stages, layers, parameters and bytes of every process under a plan.
+borders: the shapes of what stages receive, send and return.
 build: builds it from a stock model, in the one order that is correct.
 check: whether a plan fits the model, the batches and the number of processes.
 context: context parallelism.
@@ -31,6 +32,7 @@ tiny_copy: configurations of tiny copies with every kind of layer.
 tiny_model: tiny copies that compute.
 targets: the labels that a loss of transformers takes.
 tokens: a check of token ids.
+torch_schedule: the torch schedule of a pipeline, for each shape of its batches.
 transposable: collectives with gradients.
 """
 

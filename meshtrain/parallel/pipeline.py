@@ -3,21 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from meshtrain.compat.distributed import TorchSchedule
 from meshtrain.compat.nn import saved_buffers
-from meshtrain.compat.schedules import build_schedule
-from meshtrain.config.mesh import PP, TP
+from meshtrain.config.mesh import PP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.adapters import initialize_adapters, without_adapters
@@ -25,24 +20,21 @@ from meshtrain.models.dora import initialize_magnitudes
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.models.packed import clear_packed
+from meshtrain.parallel.borders import received_like
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.cut.originals import originals_in_place
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.use import ExpertUse
 from meshtrain.parallel.head.chunks import ChunkedHead, LossFunction, take_loss
-from meshtrain.parallel.head.size import loss_dtype
 from meshtrain.parallel.randomness import ForwardStreams
-from meshtrain.parallel.recorded_stage import RecordedStage
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.routers.loss import RouterLoss
 from meshtrain.parallel.schedule import ForwardMessages
-from meshtrain.parallel.sent_messages import SentMessages
 from meshtrain.parallel.shard import prepare_backward, reshard
 from meshtrain.parallel.stage_attention import StageAttention
-from meshtrain.parallel.tensor.collectives import shard_width
-from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tied import TiedCopies
+from meshtrain.parallel.torch_schedule import StepSchedule, schedule_for
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
@@ -81,6 +73,7 @@ class Pipeline:
         base_is_elsewhere: whether checkpoints hold only what trains.
         packs_base: whether frozen projections have packed weights.
         activity: what this process computes at present, for readers outside the pipeline.
+        schedules: shape of the labels -> torch's schedule, with a pipeline.
     """
 
     stages: tuple[Stage, ...]
@@ -105,7 +98,7 @@ class Pipeline:
     base_is_elsewhere: bool = False
     packs_base: bool = False
     activity: Activity = field(default_factory=Activity)
-    _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
+    schedules: dict[tuple[int, ...], StepSchedule] = field(default_factory=dict)
 
     @property
     def has_first_stage(self) -> bool:
@@ -214,7 +207,7 @@ class Pipeline:
         """
         if self.num_stages > 1:
             with self._in_parts({"input_ids": labels}, labels) as (_, part):
-                _schedule_for(self, part)
+                schedule_for(self, part)
 
     def forward_backward(
         self, batch: Mapping[str, Tensor], loss_function: LossFunction, *, loss_scale: float = 1.0
@@ -320,9 +313,9 @@ def _run_one_stage(
 
 
 def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
-    if tuple(labels.shape) not in pipeline._schedules:
+    if tuple(labels.shape) not in pipeline.schedules:
         _check_trains(pipeline, labels.device)
-    schedule = _schedule_for(pipeline, labels)
+    schedule = schedule_for(pipeline, labels)
     schedule.loss.function = loss_function
     losses: list[Tensor] = []
     pipeline.activity.enter("before passes")
@@ -338,126 +331,12 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
     return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 
 
-class _LossOfStep:
-    """A function that calls the loss function of the present step.
-
-    A torch schedule takes one loss function for all steps, and `step(loss_kwargs=...)` needs
-    torch 2.13.
-    """
-
-    function: LossFunction
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.function(output, target)
-
-
-class _Schedule(NamedTuple):
-    """The torch schedule for one shape of a batch, the loss that it calls, and what it sends."""
-
-    torch_schedule: TorchSchedule
-    loss: _LossOfStep
-    sent: SentMessages | None
-
-
-def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
-    # A torch stage has one static shape, so each shape of a batch needs its own schedule.
-    shape = tuple(labels.shape)
-    if shape not in pipeline._schedules:
-        loss = _LossOfStep()
-        # 1F1B waits for each message itself, together with one that it receives.
-        waits, peers = pipeline.plan.pipeline.schedule == "1F1B", pipeline.peers
-        sent = None if waits or peers is None else SentMessages(peers, labels.device)
-        pipeline._schedules[shape] = _Schedule(_build_schedule(pipeline, labels, loss, sent), loss, sent)
-    return pipeline._schedules[shape]
-
-
 def _check_trains(pipeline: Pipeline, device: torch.device) -> None:
     # A stage assumes that its input needs a gradient, even if no earlier stage trains. So one stage
     # alone cannot detect that nothing trains.
     idle = torch.tensor(float(not any(True for _ in pipeline.trainable_parameters())), device=device)
     if all_reduce_over(idle, pipeline.mesh, [PP], dist.ReduceOp.MIN).item():
         raise ModelError(NOTHING_TRAINS)
-
-
-def _build_schedule(
-    pipeline: Pipeline, labels: Tensor, loss_function: LossFunction, sent: SentMessages | None
-) -> TorchSchedule:
-    schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
-    stages = [_torch_stage(pipeline, stage, labels, sent) for stage in pipeline.stages]
-    return build_schedule(
-        schedule_class,
-        stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
-        n_microbatches=labels.shape[0] // pipeline.micro_batch_size,
-        loss_fn=loss_function,
-        # The loss is already divided by the global token count, and torch would divide again.
-        scale_grads=False,
-    )
-
-
-def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor, sent: SentMessages | None) -> PipelineStage:
-    batch, length = pipeline.micro_batch_size, labels.shape[1]
-    ids = torch.empty(batch, length, dtype=torch.long, device="meta")
-    takes = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
-    returns = (
-        [_result_like(pipeline, labels).requires_grad_()]
-        if stage.is_last
-        else sent_like(pipeline, stage, batch, length)
-    )
-    return RecordedStage(
-        pipeline.activity,
-        stage.model,
-        stage.index,
-        stage.num_stages,
-        labels.device,
-        input_args=tuple(takes),
-        output_args=tuple(returns),
-        group=pipeline.peers,
-        frees_gathered=pipeline.plan.shard.reshard_after_forward == "always",
-        reduces_each=pipeline.plan.shard.reduces_each_microbatch,
-        sent=sent and sent.add,
-    )
-
-
-def received_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> list[Tensor]:
-    """Return meta tensors of the shapes that a stage receives, of which tp may split the sequence.
-
-    Args:
-        pipeline: of the stage.
-        stage: not the first one.
-        batch: number of sequences of a microbatch.
-        length: of its sequences, in tokens.
-    """
-    return _split_over_tp(pipeline, stage.received_like(batch, length), stage.received_follow_sequence())
-
-
-def sent_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> list[Tensor]:
-    """Return meta tensors of the shapes that a stage sends; the arguments are as above."""
-    return _split_over_tp(pipeline, stage.sent_like(batch, length), stage.sent_follow_sequence())
-
-
-def _split_over_tp(pipeline: Pipeline, tensors: Sequence[Tensor], follow: Sequence[bool]) -> list[Tensor]:
-    if not (pipeline.plan.tensor.sequence_parallel and sequence_is_split()):
-        return list(tensors)
-    tp = axis_size(pipeline.mesh, TP)
-    return [_split_shape(tensor, tp) if is_split else tensor for tensor, is_split in zip(tensors, follow, strict=True)]
-
-
-def _split_shape(tensor: Tensor, tp: int) -> Tensor:
-    batch, length, *rest = tensor.shape
-    return tensor.new_empty((batch, length // tp, *rest), requires_grad=tensor.requires_grad)
-
-
-def _result_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
-    """Return on meta what the last stage returns for one microbatch: its logits or its loss."""
-    if pipeline.head is not None:
-        return torch.empty((), dtype=loss_dtype(pipeline.plan), device="meta")
-    config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
-    width = config.vocab_size
-    if pipeline.logits_are_sharded:
-        shard = shard_width(config.vocab_size, group)
-        width = max(0, min(shard, config.vocab_size - shard * group.rank()))
-    dtype = getattr(torch, pipeline.plan.precision.activations)
-    return torch.empty(pipeline.micro_batch_size, labels.shape[1], width, dtype=dtype, device="meta")
 
 
 def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
