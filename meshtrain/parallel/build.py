@@ -283,8 +283,13 @@ def _parallelize_stage(
         own = copy.deepcopy(own)
     draws = has_dropout(stage.model) or any(map(drops_out, own.values()))
     tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
+    # torch splits a backward pass by its graph, and finds neither late gradients nor those of the
+    # parts of a joined weight there.
+    is_split = stage.num_stages > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     if tp > 1:
-        summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, whole.rules, own, tp_streams)
+        summed_over_tp = apply_tensor_parallel(
+            stage, mesh[TP], plan.tensor, whole.rules, own, tp_streams, posts_sums=not is_split
+        )
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)
     float8_layers = apply_float8(stage, whole.in_float8, plan.precision.float8.recipe)
@@ -294,8 +299,7 @@ def _parallelize_stage(
     exact = apply_dora(stage.model, own, mesh.get_group(TP) if tp > 1 else None)
     put_on_adapters(stage.model, own)
     forbid_changes(own)
-    # torch finds the gradients of the parts of a joined weight only in a whole backward pass.
-    if tp == 1 and not (stage.num_stages > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward):
+    if tp == 1 and not is_split:
         compute_at_once(stage.model)
     apply_recompute(stage, plan.recompute, tp_streams)
     whole.router_loss.watch(stage)

@@ -27,13 +27,22 @@ def gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def scatter_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this process's part of the sum over all processes, without a gradient."""
+    return operators.wait_tensor(post_scatter(x, dim, group))
+
+
+def post_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Do the same, but do not wait for the sum; see `await_posted`."""
     stacked = torch.cat(x.chunk(group.size(), dim))
-    return operators.wait_tensor(operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    return operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over all processes, without a gradient."""
-    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
+    return operators.wait_tensor(_post_sum(x, group))
+
+
+def _post_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    return operators.all_reduce(x.contiguous(), "sum", group.group_name)
 
 
 def sum_result(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -56,6 +65,14 @@ def sum_gradient(gradient: Tensor, group: ProcessGroup) -> Tensor:
     return sum_over(gradient, group)
 
 
+def post_gradient(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    """Do the same, but do not wait for the sum; see `await_posted`."""
+    if _may_overwrite() and gradient.is_contiguous() and holders_of(gradient) == _holders_alone():
+        operators.all_reduce_(gradient, "sum", group.group_name)
+        return gradient
+    return _post_sum(gradient, group)
+
+
 def _may_overwrite() -> bool:
     # A compiler plans memory itself, and a selective recomputation knows messages by their
     # operator.
@@ -67,6 +84,31 @@ def _sum_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
         return sum_over(x, group)
     operators.wait_tensor(operators.all_reduce_(x, "sum", group.group_name))
     return x
+
+
+class _Awaited(torch.autograd.Function):
+    """Passes a tensor on, and waits for its gradient, whose sum was only posted."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        # With `create_graph` nothing is only posted.
+        if not torch.is_grad_enabled():
+            operators.wait_tensor(gradient)
+        return gradient
+
+
+def await_posted(x: Tensor) -> Tensor:
+    """Return `x` for a collective that only posts the gradient. What comes before it sees the sum.
+
+    Nothing else may use the result. Nodes that are made between the two run while the gradient
+    travels.
+    """
+    passed: Tensor = _Awaited.apply(x)  # type: ignore[no-untyped-call]
+    return passed
 
 
 class _Transposable(torch.autograd.Function):
@@ -90,16 +132,27 @@ class _Transposable(torch.autograd.Function):
         # torch have none and do not report it. Without `create_graph` the plain collective is
         # cheaper, and it can be compiled.
         if torch.is_grad_enabled():
-            return _apply(gradient, group, _out_of_place(back), _out_of_place(there)), None, None, None
+            again = [_IN_GRAPHS.get(it, it) for it in (back, there)]
+            return _apply(gradient, group, *again), None, None, None
         return back(gradient, group), None, None, None
 
 
 _apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Transposable.apply
 
 
-def _out_of_place(collective: Collective) -> Collective:
-    """Return a collective for tensors that others hold too, as in the graph of a backward pass."""
-    return sum_over if collective in (sum_result, sum_gradient) else collective
+_IN_GRAPHS: dict[Collective, Collective] = {}
+
+
+def in_graphs(collective: Collective, other: Collective) -> None:
+    """Replace a collective by another one in the graph of a backward pass.
+
+    Others hold the tensors there, too, and every node has to wait for what it returns.
+    """
+    _IN_GRAPHS[collective] = other
+
+
+for _collective in (sum_result, sum_gradient, post_gradient):
+    in_graphs(_collective, sum_over)
 
 
 def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:

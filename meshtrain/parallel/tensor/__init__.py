@@ -14,6 +14,7 @@ Modules:
     flow: follows the parts of the heads through one forward pass on the meta device.
     head_share: counts the heads of one process, also where tp does not divide their number.
     heads: makes attention modules count and read only the heads of one process.
+    late_gradients: computes gradients of weights while those of their inputs are summed.
     local_shapes: gives the traces of a cut model the shapes of one process.
     memory: remembers what was found out about classes.
     modules: module classes that hold a shard of their weights.
@@ -70,6 +71,8 @@ def apply_tensor_parallel(
     rules: TensorRules,
     adapters: Mapping[str, nn.Module],
     streams: Streams | None,
+    *,
+    posts_sums: bool,
 ) -> set[str]:
     """Shard the modules of a stage over the tp axis, in place.
 
@@ -81,13 +84,14 @@ def apply_tensor_parallel(
         adapters: LoRA layers of the stage, by the FQN of their base. The stage holds the base in
             their position; they are sharded in the same way as the base.
         streams: random streams of this process; None if nothing is random in training.
+        posts_sums: whether gradients of weights may be computed while others travel.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
     prepare_sums()
     group = mesh.get_group()
-    context_of = _contexts(stage, Region(group, plan.sequence_parallel, streams), rules)
+    context_of = _contexts(stage, Region(group, plan.sequence_parallel, streams, posts_sums), rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
         style = rules.styles.get(name)

@@ -16,7 +16,10 @@ from meshtrain.compat.operators import collectives as operators
 from meshtrain.parallel.transposable import (
     Collective,
     gather_along,
+    in_graphs,
     pair_of,
+    post_gradient,
+    post_scatter,
     scatter_along,
     sum_gradient,
     sum_over,
@@ -38,6 +41,13 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return scatter_along(x, SEQUENCE_DIM, group)
 
 
+def _post_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    return post_scatter(x, SEQUENCE_DIM, group)
+
+
+in_graphs(_post_reduce_scatter, _reduce_scatter)
+
+
 def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
@@ -47,6 +57,9 @@ copy_to_shards, _ = pair_of(_identity, sum_gradient)
 
 The gradient is summed over the shards.
 """
+
+copy_and_post, _ = pair_of(_identity, post_gradient)
+"""Do the same with what `await_posted` has returned, which waits for the sum of the gradient."""
 
 _, reduce_from_shards = pair_of(_identity, sum_over)
 """Turn partial sums (batch, seq, hidden) into their replicated sum."""
@@ -64,6 +77,9 @@ gather_sequence, scatter_sequence = pair_of(_all_gather, _reduce_scatter)
 shard of the weights. `scatter_sequence` turns partial sums (batch, seq, hidden) into this process's
 part of their sum, (batch, seq/tp, hidden).
 """
+
+gather_and_post, _ = pair_of(_all_gather, _post_reduce_scatter)
+"""Do as `gather_sequence` with what `await_posted` has returned, which waits for the gradient."""
 
 split_sequence, join_sequence = pair_of(_split, _all_gather)
 """Collectives around a region that is split along the sequence.

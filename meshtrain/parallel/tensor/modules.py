@@ -15,13 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from meshtrain.compat.nn import become, mix_in, module_table, own_class, parameter_table
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.head_share import Heads
+from meshtrain.parallel.tensor.late_gradients import LateWeight, Product
 from meshtrain.parallel.tensor.region import Edge
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Multiplies an input by a weight as its module has it, and adds a bias if there is one."""
 
-
-class ShardedLinear(nn.Linear):
+class ShardedLinear(nn.Linear, LateWeight):
     """A Linear that holds a shard of its weight.
 
     Attributes:
@@ -33,15 +31,15 @@ class ShardedLinear(nn.Linear):
 
     enter: Edge
     leave: Edge
-    bias_is_full: bool
     product: Product = staticmethod(F.linear)
+    is_transposed = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
         bias = None if self.bias is None else local_tensor(self.bias)
         if bias is None or not self.bias_is_full:
-            return self.leave(self.product(self.enter(x), local_tensor(self.weight), bias))
-        return self.leave(self.product(self.enter(x), local_tensor(self.weight), None)) + bias
+            return self.leave(self.multiply(self.enter(x), bias))
+        return self.leave(self.multiply(self.enter(x), None)) + bias
 
 
 class OwnOutputs:
@@ -121,20 +119,20 @@ def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return y.view(*x.shape[:-1], weight.shape[-1])
 
 
-class ShardedConv1D(Conv1D):
+class ShardedConv1D(Conv1D, LateWeight):
     """A Conv1D (transposed Linear) that holds a shard of its weight; see `ShardedLinear`."""
 
     enter: Edge
     leave: Edge
-    bias_is_full: bool
     product: Product = staticmethod(_transposed_linear)
+    is_transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
-        x, weight, bias = self.enter(x), local_tensor(self.weight), local_tensor(self.bias)
+        x, bias = self.enter(x), local_tensor(self.bias)
         if not self.bias_is_full:
-            return self.leave(self.product(x, weight, bias))
-        return self.leave(self.product(x, weight, None)) + bias
+            return self.leave(self.multiply(x, bias))
+        return self.leave(self.multiply(x, None)) + bias
 
 
 class ShardedEmbedding(nn.Embedding):

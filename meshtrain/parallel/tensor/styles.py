@@ -19,6 +19,7 @@ from meshtrain.parallel.tensor.collectives import (
 )
 from meshtrain.parallel.tensor.context import AppliedStyle, change_input, change_output
 from meshtrain.parallel.tensor.experts import ExpertParallel, Experts, LocalParams
+from meshtrain.parallel.tensor.late_gradients import Entrance
 from meshtrain.parallel.tensor.modules import become_sharded
 from meshtrain.parallel.tensor.own_heads import OwnHeads, OwnHeadsRowwise, PerHead, ReplicatedHeads
 from meshtrain.parallel.tensor.region import Edge, identity
@@ -45,7 +46,7 @@ class _SharedInput(AppliedStyle):
     """The input of a block is made full once for all its projections, instead of once in each."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(change_input, self.region.enter), with_kwargs=True)
+        module.register_forward_pre_hook(partial(change_input, Entrance(self.region, module)), with_kwargs=True)
         return module
 
 
@@ -80,7 +81,7 @@ class _Colwise(AppliedStyle):
         outputs = module.get_parameter("weight").shape[self.context.sharded_dims[f"{self.context.name}.weight"]]
         self.shard_parameters(module, mesh)
         become_sharded(module)
-        module.enter = identity if self.context.entered else self.region.enter  # type: ignore[assignment]
+        module.enter = identity if self.context.entered else Entrance(self.region, module)  # type: ignore[assignment]
         module.leave = self._leave(outputs)  # type: ignore[assignment]
         module.bias_is_full = False  # type: ignore[assignment]
         return module

@@ -1,0 +1,145 @@
+"""Gradients of weights that are computed while the gradients of their inputs are summed over tp.
+
+The backward pass of a projection consists of two products. Other processes need only the gradient
+of the input. So it is computed first, for all projections that read this input, and its sum is
+posted. The gradients of the weights are computed while it travels.
+
+Autograd keeps this order by itself: of the nodes that are ready, it runs the one first that was
+made last. A block makes, in its forward pass, a node that awaits the sum, one for each weight, and
+one that posts the sum, in this order. A projection hands the factors of the gradient to the node of
+its weight, and zeros in place of a gradient.
+
+Source: Megatron-LM (arXiv:1909.08053), whose `LinearWithGradAccumulationAndAsyncCommunication`
+computes the gradient of one weight in this time.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshtrain.compat.dtensor import local_in_graph
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.tensor.region import Region
+from meshtrain.parallel.transposable import await_posted
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Multiplies an input by a weight as its module has it, and adds a bias if there is one."""
+
+
+class _Factors:
+    """The factors of the gradient of a weight, from the product to the node of the weight."""
+
+    def __init__(self, *, is_transposed: bool) -> None:
+        self.is_transposed = is_transposed
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, x: Tensor, gradient: Tensor) -> None:
+        self._found = x, gradient
+
+    def multiply(self, given: Tensor) -> Tensor:
+        """Return the gradient of the weight, given what else has arrived for it."""
+        if self._found is None:
+            return given
+        (x, gradient), self._found = (it.flatten(0, -2) for it in self._found), None
+        late = x.T @ gradient if self.is_transposed else gradient.T @ x
+        # The zeros of `_Multiply` have no memory. A derivative of the backward pass adds to them.
+        return late if not any(given.stride()) else late + given
+
+
+class _Multiply(torch.autograd.Function):
+    """A product that leaves the gradient of its weight to the node of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, factors: _Factors
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factors = factors
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        ctx.factors.keep(x, gradient)
+        of_input = gradient @ (weight.T if ctx.factors.is_transposed else weight) if needs_input else None
+        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return of_input, gradient.new_zeros(()).expand(weight.shape), of_bias, None, None
+
+
+class LateWeight:
+    """Mixin for a column-wise projection, whose weight may get its gradient late.
+
+    Attributes:
+        entrance: of the block that reads the same input; None if the gradient is never late.
+        bias_is_full: whether the bias is added to a sum over tp.
+        product: multiplies by the shard.
+        is_transposed: whether the weight is (in, out).
+    """
+
+    entrance: "Entrance | None" = None
+    bias_is_full: bool
+    product: Product
+    is_transposed: ClassVar[bool]
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply an input (batch, seq, in) by the weight, and add a bias."""
+        if self.entrance is not None and not torch.compiler.is_compiling():
+            ready = self.entrance.take(self)
+            if ready is not None:
+                weight, factors = ready
+                product: Tensor = _Multiply.apply(x, weight, bias, self.product, factors)  # type: ignore[no-untyped-call]
+                return product
+        return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
+
+    def may_be_late(self) -> bool:
+        """Return whether the weight trains, and the product is that of its class."""
+        weight: Any = self.weight  # type: ignore[attr-defined]
+        is_own = "product" not in vars(self)
+        return is_own and not self.bias_is_full and isinstance(weight, DTensor) and weight.requires_grad
+
+
+class Entrance:
+    """The edge where a block of column-wise projections receives its hidden states.
+
+    Args:
+        region: around the block.
+        block: has the projections; or is one.
+    """
+
+    def __init__(self, region: Region, block: nn.Module) -> None:
+        self._region, self._block = region, block
+        self._projections: list[LateWeight] | None = None
+        self._ready: dict[LateWeight, tuple[Tensor, _Factors]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the full hidden states for the projections."""
+        if torch.compiler.is_compiling() or not self._region.posts_sums:
+            return self._region.enter(x)
+        # A recomputation ends early, and may leave some.
+        self._ready.clear()
+        projections = self._late() if torch.is_grad_enabled() and x.requires_grad else []
+        if not projections or torch.is_autocast_enabled(x.device.type):
+            return self._region.enter(x)
+        x = await_posted(x)
+        for projection in projections:
+            factors = _Factors(is_transposed=projection.is_transposed)
+            self._ready[projection] = local_in_graph(projection.weight, factors.multiply), factors  # type: ignore[attr-defined]
+        return self._region.enter(x, posts=True)
+
+    def take(self, projection: LateWeight) -> tuple[Tensor, _Factors] | None:
+        """Return the local weight of a projection for one product, and where its factors go.
+
+        None if there was a product already, or the gradient is not late in this pass.
+        """
+        return self._ready.pop(projection, None)
+
+    def _late(self) -> list[LateWeight]:
+        if self._projections is None:
+            self._projections = [it for it in self._block.modules() if isinstance(it, LateWeight)]
+            for it in self._projections:
+                it.entrance = self
+        return [it for it in self._projections if it.may_be_late()]
