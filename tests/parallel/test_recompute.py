@@ -94,7 +94,7 @@ def backward_of_compiled(cases: list[Case]) -> list[Counter[str]]:
     for case in cases:
         pipeline = build(case)
         fill(pipeline, stock_weights(case.model))
-        loss = pipeline.stages[0].compute(batches()[0]["input_ids"]).square().sum()
+        loss = pipeline.stages[0].compute((), input_ids=batches()[0]["input_ids"]).square().sum()
         with Watch() as backward:
             loss.backward()
         found.append(backward.calls)
