@@ -102,6 +102,8 @@ def test_cp_beside_another_axis_computes_what_one_process_does(mesh: dict[str, i
         cases += [case_of("gpt2", both), case_of("llama", both, pipeline=two)]
     if "dp_shard" in mesh:
         cases.append(case_of("gpt2", {"cp": 2, "dp_replicate": 2, "dp_shard": 1}, context=GATHERED))
+        cases += [case_of("llama", both, shard={"level": level}) for level in (1, 2)]
+        cases.append(case_of("llama", both, shard={"offload": "cpu"}))
     assert_proven(cases)
 
 

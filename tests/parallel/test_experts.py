@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from meshtrain.config.mesh import EP, MeshPlan
-from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, TensorPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
@@ -254,6 +254,15 @@ def run_of(directory: Path, name: str, mesh: dict[str, int], steps: int, **table
 
 def train(config: RunConfig) -> None:
     run_on_ranks(config.plan.mesh.world_size, train_here, config, joins=False)
+
+
+def test_compiled_experts_train_as_those_of_one_process(tmp_path: Path) -> None:
+    compiled = CompilePlan(enabled=True, backend="aot_eager")
+    train(run_of(tmp_path, "alone", {}, 3))
+    train(run_of(tmp_path, "two", {"ep": 2}, 3, compile=compiled))
+    wanted, found = (steps_of(tmp_path / name) for name in ("alone", "two"))
+    for metric in ("loss", "grad_norm"):
+        assert [it[metric] for it in found] == pytest.approx([it[metric] for it in wanted], rel=1e-5)
 
 
 def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:

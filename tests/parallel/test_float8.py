@@ -30,6 +30,7 @@ MODELS = {
     "llama": ModelConfig(type="llama", config=WIDE),
     "gpt2": ModelConfig(type="gpt2", config={**GPT2, "n_embd": 64}),
 }
+EXPERTS = ModelConfig(type="mixtral", config={**WIDE, "num_local_experts": 4})
 FLOAT8: dict[str, Any] = {"compute": "float8", "float8": {"skip": []}}
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -268,7 +269,7 @@ class Trained(NamedTuple):
 
 
 def train(model: str, tables: dict[str, Any]) -> Trained:
-    plan, meta = resolved(MODELS[model], plan_of(model, **tables))
+    plan, meta = resolved({**MODELS, "mixtral": EXPERTS}[model], plan_of(model, **tables))
     pipeline = build_pipeline(
         meta, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=2, seed=0, device=torch.device("cpu")
     )
@@ -332,6 +333,15 @@ def test_meshes_learn_as_one_process_in_bfloat16(model: str) -> None:
         {"mesh": {"dp_shard": 4}, **MXFP8},
     ]
     for found in run_on_ranks(4, train_all, model, plans):
+        for it in found:
+            assert it.casts > 0
+            assert it.losses == pytest.approx(wanted.losses, rel=0.01)
+
+
+def test_experts_on_two_processes_learn_as_one_process_in_bfloat16() -> None:
+    (wanted,) = run_on_ranks(1, train_all, "mixtral", [BFLOAT16])[0]
+    plans = [{"mesh": {"ep": 2, "dp_shard": 1}, **recipe} for recipe in (ONE, TENSORWISE, MXFP8)]
+    for found in run_on_ranks(2, train_all, "mixtral", plans):
         for it in found:
             assert it.casts > 0
             assert it.losses == pytest.approx(wanted.losses, rel=0.01)

@@ -117,12 +117,23 @@ LossOfStep = Callable[[Any, Any, Tokenizer, Sequence[Record], Sequence[int]], tu
 """Maps model, reference, tokenizer, all records and those of a step to loss and terms."""
 
 
-def train_stock(run: RunConfig, records: list[Record], loss_of: LossOfStep, held_out: list[Record]) -> Stock:
-    """Train the stock model on the records that a run in this process sees, step by step."""
-    seen = train_here(run)
+def train_stock(
+    run: RunConfig,
+    records: list[Record],
+    loss_of: LossOfStep,
+    held_out: list[Record],
+    train_one: Callable[[RunConfig], list[dict[str, Any]]] = train_here,
+) -> Stock:
+    """Train the stock model on the records that a run in this process sees, step by step.
+
+    Args:
+        train_one: trains the run on this process.
+    """
+    seen = train_one(run)
     tokenizer = Tokenizer.from_file(str(Path(str(run.data.tokenizer.path)) / "tokenizer.json"))
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
     model, reference = (
-        AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float64).train(is_trained)
+        AutoModelForCausalLM.from_pretrained(run.model.path, **options).train(is_trained)
         for is_trained in (True, False)
     )
     if run.lora.rank is not None:

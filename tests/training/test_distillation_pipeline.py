@@ -3,18 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PretrainedConfig
-
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ContextPlan, ParallelPlan
-from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
-from meshtrain.models.build import load_hf_config
-from meshtrain.training import resolve as resolve_module
+from meshtrain.config.run import EvaluationConfig, RunConfig
 from meshtrain.training.distillation import teacher as teacher_module
 from tests.ranks import run_on_ranks
+from tests.training.experts import experts_plan, train_eagerly, write_experts
 from tests.training.preferences import close, compare, train, write_base
-from tests.training.runs import VOCABULARY, build_plan, read_metrics, train_here, write_text
+from tests.training.runs import build_plan, read_metrics, train_here, write_text
 from tests.training.teachers import run_on, stock_of, write_models, write_teacher
 
 SCHEDULES = ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -94,35 +90,13 @@ def test_parts_of_sequences_are_compared_with_the_same_ones(tmp_path: Path) -> N
         compare(tmp_path / name, stock)
 
 
-def write_experts(directory: Path) -> None:
-    """Write a model and a teacher of experts, in float64, beside the tokenizer of the base."""
-    write_base(directory)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-    for name, layers, experts in (("base", 2, 4), ("teacher", 3, 2)):
-        torch.manual_seed(layers)
-        config = MixtralConfig(
-            vocab_size=VOCABULARY, num_hidden_layers=layers, num_local_experts=experts, initializer_range=0.3, **sizes
-        )
-        MixtralForCausalLM(config).double().save_pretrained(directory / name)
-
-
-def train_eagerly(run: RunConfig) -> None:
-    """Train with experts that compute in float64, which torch's grouped product cannot."""
-
-    def load(config: ModelConfig) -> PretrainedConfig:
-        found = load_hf_config(config)
-        found._experts_implementation = "eager"
-        return found
-
-    teacher_module.load_hf_config = resolve_module.load_hf_config = load
-    train_here(run)
-
-
 def test_experts_of_both_models_are_divided(tmp_path: Path) -> None:
-    write_experts(tmp_path)
+    write_base(tmp_path)
+    write_experts(tmp_path / "base")
+    write_experts(tmp_path / "teacher", layers=3, experts=2)
     stock = stock_of(tmp_path, train_eagerly)
-    for name, mesh in (("ep", MeshPlan(ep=2, dp_shard=1)), ("pp x ep", MeshPlan(pp=2, ep=2, dp_shard=1))):
-        run = run_on(tmp_path, (1, 1, 1, 1), name=name, plan=plan_of(mesh))
+    for name, plan in (("ep", experts_plan(ep=2)), ("pp x ep", experts_plan(pp=2, ep=2))):
+        run = run_on(tmp_path, (1, 1, 1, 1), name=name, plan=plan)
         run_on_ranks(run.plan.mesh.world_size, train_eagerly, run, joins=False)
         compare(tmp_path / name, stock)
 

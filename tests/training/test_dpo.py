@@ -22,6 +22,7 @@ from meshtrain.data.prepare import prepare_data
 from meshtrain.errors import ConfigError, DataError, UserError
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
+from tests.training.experts import experts_plan, train_eagerly, write_experts
 from tests.training.preferences import (
     SEQUENCE,
     Record,
@@ -91,6 +92,19 @@ def test_every_mesh_trains_as_the_formula_by_hand_in_one_process(tmp_path: Path)
         run = run_on(tmp_path, mesh, cp)
         train(run)
         compare(Path(run.run_directory), stock)
+
+
+def test_experts_of_the_reference_too_are_divided(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    write_experts(tmp_path / "base")
+    records = write_records(tmp_path / "records.jsonl", "dpo")
+    one = run_on(tmp_path, (1, 1, 1, 1), 1, name="one")
+    (stock,) = run_on_ranks(1, train_stock, one, records, by_hand, [], train_eagerly, joins=False)
+    for name, plan in (("ep", experts_plan(ep=2)), ("pp x ep", experts_plan(pp=2, ep=2))):
+        run = run_on(tmp_path, (1, 1, 1, 1), 1, name=name).model_copy(update={"plan": plan})
+        run_on_ranks(run.plan.mesh.world_size, train_eagerly, run, joins=False)
+    for name in ("one", "ep", "pp x ep"):
+        compare(tmp_path / name, stock)
 
 
 def test_validation_pairs_have_a_loss_and_rewards(tmp_path: Path) -> None:

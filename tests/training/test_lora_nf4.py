@@ -28,6 +28,7 @@ from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.report import plan_table
 from meshtrain.training.resolve import resolve_run
 from tests.ranks import run_on_ranks
+from tests.training.experts import experts_plan, train_eagerly, write_experts
 from tests.training.lora_runs import (
     CONTEXT,
     check_counts,
@@ -39,7 +40,7 @@ from tests.training.lora_runs import (
     train,
     write_base,
 )
-from tests.training.runs import GPT2, VOCABULARY, Mesh, read_checkpoint
+from tests.training.runs import GPT2, VOCABULARY, Mesh, read_checkpoint, steps_of
 
 LORA = LoraConfig(rank=4, alpha=8, base="nf4")
 WIDE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
@@ -124,6 +125,22 @@ def test_heads_that_processes_share_unevenly_are_packed(tmp_path: Path) -> None:
     lora = LORA.model_copy(update={"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]})
     one, two = (lora_run(tmp_path, (1, 1, 1, tp), name=f"tp{tp}", lora=lora, steps=3) for tp in (1, 2))
     assert train(two) == pytest.approx(train(beside(one, "rounded")), rel=1e-12)
+
+
+def losses_of_experts(run: RunConfig) -> list[float]:
+    run_on_ranks(run.plan.mesh.world_size, train_eagerly, run, joins=False)
+    return [metrics["loss"] for metrics in steps_of(Path(run.run_directory))]
+
+
+def test_projections_beside_experts_on_other_processes_are_packed(tmp_path: Path) -> None:
+    write_experts(tmp_path / "base", hidden_size=64, head_dim=64)
+    write_rounded(tmp_path)
+    lora = LORA.model_copy(update={"target_modules": ["q_proj", "v_proj", "o_proj"]})
+    one = lora_run(tmp_path, (1, 1, 1, 1), name="one", lora=lora, steps=3)
+    wanted = losses_of_experts(beside(one, "rounded"))
+    for name, plan in (("ep", experts_plan(ep=2)), ("ep x tp", experts_plan(ep=2, tp=2))):
+        run = lora_run(tmp_path, (1, 1, 1, 1), name=name, lora=lora, steps=3)
+        assert losses_of_experts(run.model_copy(update={"plan": plan})) == pytest.approx(wanted, rel=1e-12), name
 
 
 def packed_bits(run: RunConfig) -> dict[str, bytes]:

@@ -122,9 +122,9 @@ def test_z_loss_alone_takes_logits_of_minus_infinity() -> None:
 
 
 def proof_case(mesh: dict[str, int], objective: ObjectiveConfig = BOTH, **tables: Any) -> ProofCase:
-    small = MeshPlan(**{"dp_shard": 1, **mesh})
-    plan = with_family(ParallelPlan.model_validate({**tables, "mesh": small.model_dump()}), "qwen3")
-    return make_case(load_hf_config(ModelConfig(type="qwen3")), plan, small, objective=objective)
+    small, kind = MeshPlan(**{"dp_shard": 1, **mesh}), "qwen3_moe" if "ep" in mesh else "qwen3"
+    plan = with_family(ParallelPlan.model_validate({**tables, "mesh": small.model_dump()}), kind)
+    return make_case(load_hf_config(ModelConfig(type=kind)), plan, small, objective=objective)
 
 
 CHUNKS = {"loss": {"chunk_tokens": 13}}
@@ -138,6 +138,7 @@ CASES: dict[int, list[tuple[dict[str, int], ObjectiveConfig, dict[str, Any]]]] =
         ({"tp": 2}, BOTH, WHOLE_LOGITS),
         ({"pp": 2}, ObjectiveConfig(label_smoothing=0.1), {}),
         ({"cp": 2}, ObjectiveConfig(z_loss=1e-2), CHUNKS),
+        ({"ep": 2}, BOTH, {}),
     ],
     4: [
         ({"pp": 2, "tp": 2}, BOTH, {}),
