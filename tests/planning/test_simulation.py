@@ -22,7 +22,7 @@ from meshtrain.planning.memory import MemoryUse, memory_use
 from meshtrain.planning.simulation.models import build_run_model
 from meshtrain.planning.simulation.profile import RankProfile
 from meshtrain.planning.simulation.rank import simulate_rank
-from meshtrain.planning.simulation.recorder import Role
+from meshtrain.planning.simulation.recorder import Role, Sent, sent_and_computed
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.planning.speed.rates import dtype_name
 from meshtrain.planning.totals import totals_of
@@ -435,6 +435,21 @@ def works_alike_twice(run: SimulatedRun) -> bool:
 def test_first_simulation_of_a_process_sees_the_same_work_as_the_next() -> None:
     plan = {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": False}}
     assert run_on_ranks(1, works_alike_twice, make_run("llama", plan), joins=False) == [True]
+
+
+def products_beside_sums(run: SimulatedRun) -> list[int]:
+    """Return the numbers of products that one backward pass computes while a sum travels."""
+    actions = [it for it in simulate_rank(run, 0).actions if it.phase == "backward" and it.microbatch == 0]
+    sent = [it for action in actions for it in sent_and_computed(action.work) if isinstance(it, Sent)]
+    found = [sum(number for kind, number in (it.meanwhile or {}).items() if kind.name == "mm") for it in sent]
+    return [it for it in found if it]
+
+
+def test_simulation_sees_what_is_computed_while_gradients_are_summed_over_tp() -> None:
+    for split in (False, True):
+        plan = {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": split}}
+        # The head; gate and up; query, key and value.
+        assert run_on_ranks(1, products_beside_sums, make_run("llama", plan), joins=False) == [[1, *[2, 3] * 4]]
 
 
 def gathers(run: SimulatedRun) -> int:

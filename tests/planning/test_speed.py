@@ -18,7 +18,7 @@ from meshtrain.parallel.schedule import stage_owners
 from meshtrain.planning.machine import find_machine, shipped_machines
 from meshtrain.planning.search.update import touched_bytes
 from meshtrain.planning.simulation.profile import AHEAD, ActionProfile, RankProfile
-from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.simulation.recorder import WAIT, Work
 from meshtrain.planning.speed.clock import Clock
 from meshtrain.planning.speed.rates import Rates, interpolate
 from meshtrain.planning.speed.replay import Replay, replay
@@ -237,12 +237,34 @@ def test_reductions_hide_behind_the_next_layer_and_end_before_the_norm() -> None
     assert clock.now == pytest.approx(14.0), "the last reduction is awaited"
 
 
-def test_messages_over_tp_are_always_awaited() -> None:
-    message = Work("all_reduce", torch.float32, 0, 10**10, "tp")
-    clock = Clock(rates(MeshPlan(tp=2, dp_shard=1), is_asynchronous=True))
-    clock.run([action("forward", 0, 0, work(1), message, work(1))])
-    assert clock.now == pytest.approx(3.0)
-    assert clock.axes["tp"].exposed_seconds == pytest.approx(1.0)
+def test_messages_over_tp_are_awaited_at_once_or_after_what_is_computed_meanwhile() -> None:
+    mesh, message = MeshPlan(tp=2, dp_shard=1), Work("all_reduce", torch.float32, 0, 3 * 10**10, "tp")
+
+    def exposed(*items: Counter[Work] | Work, is_asynchronous: bool = True) -> float:
+        clock = Clock(rates(mesh, is_asynchronous=is_asynchronous))
+        clock.run([action("backward", 0, 0, work(1), message, *items)])
+        assert clock.axes["tp"].seconds == pytest.approx(3.0)
+        assert clock.axes["tp"].exposed_seconds == clock.now - 2, "two seconds are computed"
+        assert clock.rates.seconds_of([work(1), message, *items]) == pytest.approx(clock.now)
+        return clock.now - 2
+
+    assert exposed(work(1)) == pytest.approx(3.0)
+    assert exposed(work(1), WAIT) == pytest.approx(2.0)
+    assert exposed(work(1), WAIT, is_asynchronous=False) == pytest.approx(3.0)
+    long = Clock(rates(mesh, is_asynchronous=True))
+    long.run([action("backward", 0, 0, message, work(4), WAIT, work(1))])
+    assert long.now == pytest.approx(5.0)
+    assert long.axes["tp"].exposed_seconds == 0.0
+
+
+def test_sums_over_tp_that_travel_cost_what_was_measured_beside_products() -> None:
+    measured = {"all_reduce": {"2": [(1.0, 7.0)]}, "posted_all_reduce": {"2": [(1.0, 4.0)]}}
+    found = rates(MeshPlan(tp=2, dp_shard=1), messages=measured | {"reduce_scatter": {"2": [(1.0, 5.0)]}})
+    message = Work("all_reduce_", torch.float32, 0, 1, "tp")
+    assert found.seconds_of([message, work(1), WAIT]) == pytest.approx(4.0 + 1.0)
+    assert found.seconds_of([message, work(1)]) == pytest.approx(7.0 + 1.0)
+    scattered = message._replace(name="reduce_scatter_tensor")
+    assert found.seconds_of([scattered, work(1), WAIT]) == pytest.approx(5.0 + 1.0), "not a sum for all"
 
 
 def test_offloaded_optimizer_runs_in_host_memory() -> None:

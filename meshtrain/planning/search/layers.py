@@ -111,19 +111,19 @@ class LayerSeconds:
 def layer_seconds(needs: LayerNeeds, rates: Rates) -> tuple[float, float]:
     """Return how long a layer takes for a microbatch: its forward and its backward pass."""
     forward, backward = (
-        sum(_seconds(work, rates) for work in works) / len(works) for works in (needs.forward_work, needs.backward_work)
+        sum(map(rates.seconds_of, works)) / len(works) for works in (needs.forward_work, needs.backward_work)
     )
     return forward, backward
 
 
 def head_seconds(needs: LayerNeeds, rates: Rates) -> float:
     """Return how long the head and the loss take for a microbatch, forward and backward."""
-    return _seconds(needs.head_work, rates)
+    return rates.seconds_of(needs.head_work)
 
 
 def around_seconds(needs: LayerNeeds, rates: Rates) -> float:
     """Return how long all else takes for a microbatch, as a share of each layer."""
-    return _seconds(needs.around_work, rates) / len(needs.forward_work)
+    return rates.seconds_of(needs.around_work) / len(needs.forward_work)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def fsdp_seconds(sharded: LayerNeeds, alone: LayerNeeds, rates: Rates) -> FsdpSe
 
     def seconds(needs: LayerNeeds, phase: str, microbatch: int) -> float:
         # Its hooks run before those that tell where a layer begins.
-        return _seconds(needs.passes[phase, microbatch], rates) / units
+        return rates.seconds_of(needs.passes[phase, microbatch]) / units
 
     forward, backward = (seconds(sharded, phase, 1) for phase in (FORWARD, BACKWARD))
     first, last = seconds(sharded, FORWARD, 0), seconds(sharded, BACKWARD, MICROBATCHES - 1)
@@ -171,7 +171,3 @@ def fsdp_seconds(sharded: LayerNeeds, alone: LayerNeeds, rates: Rates) -> FsdpSe
         stage_seconds=rates.compute_seconds(hooks) / units,
         once_seconds=max(0.0, first - forward + last - backward),
     )
-
-
-def _seconds(work: Sequence[Counter[Work] | Work], rates: Rates) -> float:
-    return sum(rates.message_seconds(item) if isinstance(item, Work) else rates.compute_seconds(item) for item in work)

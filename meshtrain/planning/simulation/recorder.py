@@ -1,7 +1,7 @@
 """Record what one process does in a step: its memory, its operators and its messages."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -76,6 +76,10 @@ class Work(NamedTuple):
 _MESSAGE, _VIEW = (Work(name, None, 0, 0, None) for name in ("a message", "a view"))
 
 
+WAIT = Work("wait_tensor", None, 0, 0, None)
+"""Stands behind what was computed while a message traveled. Others were awaited at once."""
+
+
 class Change(NamedTuple):
     """A piece of memory that begins or ends.
 
@@ -106,7 +110,7 @@ class Action:
             model; None elsewhere, or where it is not known.
         section: number of the section.
         changes: of memory, in their order.
-        work: messages, and how often each kind of operator ran between them.
+        work: messages, and how often each kind of operator ran between them; see `WAIT`.
     """
 
     phase: str
@@ -241,6 +245,9 @@ class Recorder(UncompiledMode):
 
     def _record_message(self, name: str, args: Any, given: list[Tensor]) -> None:
         if name in WAITS:
+            items = self.actions[-1].work
+            if name == WAIT.name and any(isinstance(it, Work) for it in items) and not isinstance(items[-1], Work):
+                items.append(WAIT)
             return
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
@@ -318,7 +325,34 @@ def total_work(items: Iterable[Counter[Work] | Work]) -> Counter[Work]:
     total: Counter[Work] = Counter()
     for item in items:
         total.update([item] if isinstance(item, Work) else item)
+    del total[WAIT]
     return total
+
+
+class Sent(NamedTuple):
+    """A message.
+
+    Attributes:
+        message: its operator, bytes and axis.
+        meanwhile: what is computed until the wait for it; None if it is awaited at once. This
+            follows in the work, too.
+    """
+
+    message: Work
+    meanwhile: Counter[Work] | None
+
+
+def sent_and_computed(items: Sequence[Counter[Work] | Work]) -> Iterator[Sent | Counter[Work]]:
+    """Yield what was sent, and what was computed, in their order."""
+    for at, item in enumerate(items):
+        if not isinstance(item, Work):
+            yield item
+        elif item != WAIT:
+            end = at + 1
+            while end < len(items) and not isinstance(items[end], Work):
+                end += 1
+            is_posted = end < len(items) and items[end] == WAIT
+            yield Sent(item, total_work(items[at + 1 : end]) if is_posted else None)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:

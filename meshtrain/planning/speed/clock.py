@@ -10,7 +10,7 @@ from operator import add
 from meshtrain.compat.fake import GATHERED, shown_name
 from meshtrain.config.mesh import REPLICA_AXES
 from meshtrain.planning.simulation.profile import ActionProfile
-from meshtrain.planning.simulation.recorder import Work
+from meshtrain.planning.simulation.recorder import Sent, Work, sent_and_computed
 from meshtrain.planning.speed.rates import Rates
 
 
@@ -35,6 +35,7 @@ class _Item:
 
     Attributes:
         seconds: that it takes.
+        exposed_seconds: in which the process does nothing else.
         message: None for computation.
         kind: of the message, as `shown_name` returns it.
         axis: of the message.
@@ -42,6 +43,7 @@ class _Item:
     """
 
     seconds: float
+    exposed_seconds: float
     message: Work | None = None
     kind: str = ""
     axis: str = ""
@@ -53,12 +55,13 @@ class _Plain:
     """What is done one after the other, because no message travels meanwhile.
 
     Attributes:
-        seconds: of each message, and of what is computed between two.
-        messages: axis -> bytes of all messages, and the seconds of each.
+        seconds: that each message is waited for, and of what is computed between two.
+        messages: axis -> bytes of all messages, and for each the seconds that it travels and is
+            waited for.
     """
 
     seconds: list[float]
-    messages: dict[str, tuple[int, list[float]]]
+    messages: dict[str, tuple[int, list[tuple[float, float]]]]
 
 
 @dataclass(frozen=True)
@@ -144,21 +147,23 @@ class Clock:
                 yield _plain([item for it in group for item in it.items])
 
     def _busy(self, action: ActionProfile) -> _Busy:
-        items = [self._item(work, action.phase) for work in action.work]
+        items = [self._item(it, action.phase) for it in sent_and_computed(action.work)]
         return _Busy(items, action.phase.startswith("backward"), action.phase == "gradients")
 
     def _is_busy(self, found: _Busy) -> bool:
         travels = (it.needs_gathered or self._travels(it, is_backward=found.is_backward) for it in found.items)
         return found.begins_gradients or any(travels)
 
-    def _item(self, work: Counter[Work] | Work, phase: str) -> _Item:
-        if isinstance(work, Work):
-            is_posted = self.rates.posts_sums and phase.startswith("backward") and work.axis in REPLICA_AXES
-            seconds = self.rates.message_seconds(work, is_posted=is_posted)
-            return _Item(seconds, work, shown_name(work.name), work.axis or "other")
-        needs_gathered = any(kind.name == GATHERED for kind in work)
-        seconds = self.rates.compute_seconds(work, in_optimizer=phase == "optimizer")
-        return _Item(seconds, needs_gathered=needs_gathered)
+    def _item(self, found: Sent | Counter[Work], phase: str) -> _Item:
+        if isinstance(found, Sent):
+            message = found.message
+            is_sum = self.rates.posts_sums and phase.startswith("backward") and message.axis in REPLICA_AXES
+            seconds = self.rates.message_seconds(message, is_posted=is_sum or found.meanwhile is not None)
+            exposed = self.rates.exposed_seconds(found, seconds)
+            return _Item(seconds, exposed, message, shown_name(message.name), message.axis or "other")
+        needs_gathered = any(kind.name == GATHERED for kind in found)
+        seconds = self.rates.compute_seconds(found, in_optimizer=phase == "optimizer")
+        return _Item(seconds, seconds, needs_gathered=needs_gathered)
 
     def _travels(self, item: _Item, *, is_backward: bool) -> bool:
         """Return whether an item is a message that travels while the process computes."""
@@ -172,8 +177,8 @@ class Clock:
         self.now = reduce(add, plain.seconds, self.now)
         for axis, (num_bytes, parts) in plain.messages.items():
             times = self.add_message(axis, num_bytes, 0.0)
-            times.seconds = reduce(add, parts, times.seconds)
-            times.exposed_seconds = reduce(add, parts, times.exposed_seconds)
+            times.seconds = reduce(add, (seconds for seconds, _ in parts), times.seconds)
+            times.exposed_seconds = reduce(add, (exposed for _, exposed in parts), times.exposed_seconds)
 
     def _do_busy(self, busy: _Busy) -> None:
         if busy.begins_gradients:
@@ -194,8 +199,8 @@ class Clock:
         axis, seconds = item.axis, item.seconds
         times = self.add_message(axis, num_bytes, seconds)
         if not self._travels(item, is_backward=is_backward):
-            times.exposed_seconds += seconds
-            self.now += seconds
+            times.exposed_seconds += item.exposed_seconds
+            self.now += item.exposed_seconds
         elif item.kind == "allgather":
             begin = max(self._gathers_end, self._copied[-1 if is_backward else 0])
             self._gathers_end = begin + seconds
@@ -213,10 +218,10 @@ class Clock:
 
 
 def _plain(items: Sequence[_Item]) -> _Plain:
-    messages: dict[str, tuple[int, list[float]]] = {}
+    messages: dict[str, tuple[int, list[tuple[float, float]]]] = {}
     for item in items:
         if item.message is not None:
             num_bytes, seconds = messages.get(item.axis, (0, []))
-            seconds.append(item.seconds)
+            seconds.append((item.seconds, item.exposed_seconds))
             messages[item.axis] = num_bytes + item.message.num_bytes, seconds
-    return _Plain([item.seconds for item in items], messages)
+    return _Plain([item.exposed_seconds for item in items], messages)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from meshtrain.compat.fake import ATTENTION, HOOK, message_kind
 from meshtrain.config.machine import POSTED, LinkConfig, SpeedConfig
 from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
-from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Work
+from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Sent, Work, sent_and_computed
 
 GB, TERA = 1e9, 1e12
 FASTEST = 1e-6
@@ -69,7 +69,7 @@ class Rates:
             return 0.0
         name, num_bytes = message_kind(message.name), message.num_bytes
         measured = self._speed.messages.get(name, {})
-        if is_posted:
+        if is_posted and name == "all_reduce":
             measured = self._speed.messages.get(POSTED, measured)
         if not group.crosses_hosts and (points := _nearest(measured, group.size)):
             return interpolate(points, num_bytes)
@@ -78,6 +78,26 @@ class Rates:
             # Each process copies its part from host memory before, or to it afterwards.
             seconds += num_bytes / group.size / (self._speed.host_link_gb_per_second * GB)
         return seconds
+
+    def exposed_seconds(self, sent: Sent, seconds: float) -> float:
+        """Return the time in which a process does nothing else than wait for a message.
+
+        Args:
+            sent: the message, and what is computed meanwhile.
+            seconds: that it travels. On a machine that is not asynchronous, they count in full.
+        """
+        if sent.meanwhile is None or not self.is_asynchronous:
+            return seconds
+        return max(0.0, seconds - self.compute_seconds(sent.meanwhile))
+
+    def seconds_of(self, items: Sequence[Counter[Work] | Work]) -> float:
+        """Return the seconds of what is sent and computed in a row."""
+        return sum(
+            self.exposed_seconds(it, self.message_seconds(it.message, is_posted=it.meanwhile is not None))
+            if isinstance(it, Sent)
+            else self.compute_seconds(it)
+            for it in sent_and_computed(items)
+        )
 
     def border_seconds(self, num_bytes: int) -> float:
         """Return the seconds of a message between neighboring stages."""
