@@ -87,7 +87,7 @@ class _LocalPart(torch.autograd.Function):
 def _spec_of_gradients(spec: DTensorSpec) -> DTensorSpec:
     # One copy for all gradients, because torch may change what the spec of a tensor knows.
     found: DTensorSpec | None = spec.__dict__.get(_OF_GRADIENTS)
-    if found is None:
+    if found is None or found.tensor_meta is not spec.tensor_meta:
         found = spec.__dict__[_OF_GRADIENTS] = copy(spec)
     return found
 

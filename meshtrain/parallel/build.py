@@ -288,7 +288,14 @@ def _parallelize_stage(
     is_split = stage.num_stages > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     if tp > 1:
         summed_over_tp = apply_tensor_parallel(
-            stage, mesh[TP], plan.tensor, whole.rules, own, tp_streams, posts_sums=not is_split
+            stage,
+            mesh[TP],
+            plan.tensor,
+            whole.rules,
+            own,
+            tp_streams,
+            posts_sums=not is_split,
+            is_compiled=plan.compile.enabled,
         )
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)

@@ -2,7 +2,8 @@
 
 Each is one function from tensor to tensor; its backward pass is the transposed collective. The
 functions wait for their results, so that no asynchronous tensor reaches a compiled block, where
-torch silently loses gradients.
+torch silently loses gradients. Those that only post a sum are for gradients that `await_posted`
+awaits.
 """
 
 from collections.abc import Callable

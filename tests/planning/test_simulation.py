@@ -450,6 +450,12 @@ def test_simulation_sees_what_is_computed_while_gradients_are_summed_over_tp() -
         plan = {"mesh": {"tp": 2, "dp_shard": 1}, "tensor": {"sequence_parallel": split}}
         # The head; gate and up; query, key and value.
         assert run_on_ranks(1, products_beside_sums, make_run("llama", plan), joins=False) == [[1, *[2, 3] * 4]]
+    # Large gradients are sent to the copies meanwhile.
+    copies = make_run("llama", {"mesh": {"dp_replicate": 2, "dp_shard": 1, "tp": 2}}, microbatches=1)
+    assert run_on_ranks(1, products_beside_sums, copies, joins=False) == [[1, *[2, 3] * 4]]
+    # Compiled layers post nothing, and the head is not compiled.
+    compiled = make_run("llama", {"mesh": {"tp": 2, "dp_shard": 1}, "compile": {"enabled": True}})
+    assert run_on_ranks(1, products_beside_sums, compiled, joins=False) == [[1]]
 
 
 def gathers(run: SimulatedRun) -> int:

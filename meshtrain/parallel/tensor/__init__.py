@@ -73,6 +73,7 @@ def apply_tensor_parallel(
     streams: Streams | None,
     *,
     posts_sums: bool,
+    is_compiled: bool,
 ) -> set[str]:
     """Shard the modules of a stage over the tp axis, in place.
 
@@ -85,13 +86,16 @@ def apply_tensor_parallel(
             their position; they are sharded in the same way as the base.
         streams: random streams of this process; None if nothing is random in training.
         posts_sums: whether gradients of weights may be computed while others travel.
+        is_compiled: whether the layers will be compiled, where no gradient is late.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
     prepare_sums()
     group = mesh.get_group()
-    context_of = _contexts(stage, Region(group, plan.sequence_parallel, streams, posts_sums), rules)
+    outside = Region(group, sequence_parallel=False, streams=streams, posts_sums=posts_sums)
+    inside = replace(outside, sequence_parallel=plan.sequence_parallel, posts_sums=posts_sums and not is_compiled)
+    context_of = _contexts(stage, inside, outside, rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
         style = rules.styles.get(name)
@@ -111,16 +115,18 @@ def apply_tensor_parallel(
     return summed_over_tp
 
 
-def _contexts(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], ModuleContext]:
+def _contexts(
+    stage: Stage, inside: Region, outside: Region, rules: TensorRules
+) -> Callable[[str, nn.Module], ModuleContext]:
     layers_prefix = name_of(stage.model, stage.layers) + "."
-    outside = replace(inside, sequence_parallel=False)
+    whole = replace(inside, sequence_parallel=False)
     head, config = stage.model.get_output_embeddings(), stage.model.config.get_text_config()
 
     def context_of(name: str, module: nn.Module) -> ModuleContext:
         sees_all = any(blocks_of(name, rules.styles, "full sequence"))
         return ModuleContext(
             name=name,
-            region=inside if name.startswith(layers_prefix) and not sees_all else outside,
+            region=outside if not name.startswith(layers_prefix) else whole if sees_all else inside,
             entered=any(blocks_of(name, rules.styles, "shared input")),
             gathers_logits=not (rules.logits_are_sharded and module is head),
             styles=rules.styles,

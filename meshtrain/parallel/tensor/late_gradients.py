@@ -9,6 +9,9 @@ made last. A block makes, in its forward pass, a node that awaits the sum, one f
 one that posts the sum, in this order. A projection hands the factors of the gradient to the node of
 its weight, and zeros in place of a gradient.
 
+A checkpoint around a projection must be around its block too, as those of meshtrain are: without
+the block, its recomputation would keep other tensors, and torch would refuse it.
+
 Source: Megatron-LM (arXiv:1909.08053), whose `LinearWithGradAccumulationAndAsyncCommunication`
 computes the gradient of one weight in this time.
 """
@@ -17,9 +20,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.compat.autograd import number_of_backward_pass
 from meshtrain.compat.dtensor import local_in_graph
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.region import Region
@@ -34,44 +39,50 @@ class _Factors:
 
     def __init__(self, *, is_transposed: bool) -> None:
         self.is_transposed = is_transposed
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: tuple[Tensor, Tensor, int] | None = None
 
     def keep(self, x: Tensor, gradient: Tensor) -> None:
-        self._found = x, gradient
+        self._found = x, gradient, number_of_backward_pass()
 
     def multiply(self, given: Tensor) -> Tensor:
         """Return the gradient of the weight, given what else has arrived for it."""
-        if self._found is None:
+        found, self._found = self._found, None
+        # A pass that asks for the gradients of inputs alone leaves its factors behind.
+        if found is None or found[-1] != number_of_backward_pass():
             return given
-        (x, gradient), self._found = (it.flatten(0, -2) for it in self._found), None
-        late = x.T @ gradient if self.is_transposed else gradient.T @ x
+        late = self.product(*found[:2])
         # The zeros of `_Multiply` have no memory. A derivative of the backward pass adds to them.
         return late if not any(given.stride()) else late + given
 
+    def product(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of the weight from an input and the gradient of its product."""
+        return x.T @ gradient if self.is_transposed else gradient.T @ x
+
 
 class _Multiply(torch.autograd.Function):
-    """A product that leaves the gradient of its weight to the node of the weight."""
+    """The product of a matrix that leaves the gradient of the weight to the node of the weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, factors: _Factors
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factors: _Factors) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factors = factors
-        return product(x, weight, bias)
+        return F.linear(x, weight.T if factors.is_transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-        ctx.factors.keep(x, gradient)
-        of_input = gradient @ (weight.T if ctx.factors.is_transposed else weight) if needs_input else None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        return of_input, gradient.new_zeros(()).expand(weight.shape), of_bias, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+        (x, weight), factors = ctx.saved_tensors, ctx.factors
+        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+        of_input = gradient @ (weight.T if factors.is_transposed else weight) if needs_input else None
+        of_bias = gradient.sum(0) if needs_bias else None
+        if torch.is_grad_enabled():
+            # Factors with a graph of their own would keep themselves alive, and nothing is posted.
+            return of_input, factors.product(x, gradient), of_bias, None
+        factors.keep(x, gradient)
+        return of_input, gradient.new_zeros(()).expand(weight.shape), of_bias, None
 
 
 class LateWeight:
-    """Mixin for a column-wise projection, whose weight may get its gradient late.
+    """Mixin for a sharded projection, whose weight may get its gradient late.
 
     Attributes:
         entrance: of the block that reads the same input; None if the gradient is never late.
@@ -87,12 +98,12 @@ class LateWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply an input (batch, seq, in) by the weight, and add a bias."""
-        if self.entrance is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.entrance is not None:
             ready = self.entrance.take(self)
             if ready is not None:
-                weight, factors = ready
-                product: Tensor = _Multiply.apply(x, weight, bias, self.product, factors)  # type: ignore[no-untyped-call]
-                return product
+                # The view is made outside, because a model may not change a view of `_Multiply`.
+                rows: Tensor = _Multiply.apply(x.flatten(0, -2), ready[0], bias, ready[1])  # type: ignore[no-untyped-call]
+                return rows.view(*x.shape[:-1], rows.shape[-1])
         return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
 
     def may_be_late(self) -> bool:
@@ -122,7 +133,8 @@ class Entrance:
         # A recomputation ends early, and may leave some.
         self._ready.clear()
         projections = self._late() if torch.is_grad_enabled() and x.requires_grad else []
-        if not projections or torch.is_autocast_enabled(x.device.type):
+        # The check for anomalies reads what has not arrived yet.
+        if not projections or torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled():
             return self._region.enter(x)
         x = await_posted(x)
         for projection in projections:

@@ -189,7 +189,8 @@ class Estimator:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
         reshard = candidate.reshard if needs_sharded(candidate, self._plan) else None
         rows, cp = candidate.micro_batch_size, candidate.cp
-        parts = self._parts.seconds(candidate.kind, candidate.head_kind, rows, cp, reshard)
+        split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
+        parts = self._parts.seconds(candidate.kind, candidate.head_kind, rows, cp, reshard, splits_backward=split)
         if candidate.ep == cp == 1:
             return parts
         messages = self._exchange_seconds(candidate)

@@ -29,6 +29,7 @@ from meshtrain.compat.fake import (
 )
 from meshtrain.compat.fake_operators import FakeOperators, Likeness, device_asked, has_dtensor
 from meshtrain.compat.operators import ITEMS
+from meshtrain.config.mesh import REPLICA_AXES
 
 # Number format of the scales of blocks.
 BLOCK_SCALES = torch.float8_e8m0fnu
@@ -148,6 +149,7 @@ class Recorder(UncompiledMode):
         self._live: dict[int, Change] = {}
         self._numbers: dict[int, int] = {}
         self._num_storages = 0
+        self._last_sent: tuple[object, set[int]] = None, set()
 
     def enter(self, phase: str, stage: int | None = None, microbatch: int | None = None, place: Place = None) -> None:
         """Begin a section."""
@@ -244,14 +246,16 @@ class Recorder(UncompiledMode):
         counter[work] += 1
 
     def _record_message(self, name: str, args: Any, given: list[Tensor]) -> None:
+        items = self.actions[-1].work
         if name in WAITS:
-            items = self.actions[-1].work
-            if name == WAIT.name and any(isinstance(it, Work) for it in items) and not isinstance(items[-1], Work):
+            last, keys = self._last_sent
+            if name == WAIT.name and not (items and items[-1] is last and keys.intersection(map(_key, given))):
                 items.append(WAIT)
             return
         if name in BUFFERED:
             self.hold(given, Role.MESSAGES)
-        self.actions[-1].work.append(message_of(name, args, given, self._axes))
+        items.append(message_of(name, args, given, self._axes))
+        self._last_sent = items[-1], set(map(_key, given))
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; a new one is recorded."""
@@ -279,6 +283,10 @@ class Recorder(UncompiledMode):
         begun = self._live.pop(number, None)
         if begun is not None:
             self.actions[-1].changes.append(begun._replace(num_bytes=-begun.num_bytes))
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
 
 
 def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
@@ -321,7 +329,7 @@ def message_of(name: str, args: Any, tensors: list[Tensor], axes: Mapping[str, s
 
 
 def total_work(items: Iterable[Counter[Work] | Work]) -> Counter[Work]:
-    """Return how often each kind of operator ran, and each message was sent."""
+    """Return how often each kind of operator ran, and each message was sent, without waits."""
     total: Counter[Work] = Counter()
     for item in items:
         total.update([item] if isinstance(item, Work) else item)
@@ -348,11 +356,23 @@ def sent_and_computed(items: Sequence[Counter[Work] | Work]) -> Iterator[Sent | 
         if not isinstance(item, Work):
             yield item
         elif item != WAIT:
-            end = at + 1
-            while end < len(items) and not isinstance(items[end], Work):
-                end += 1
-            is_posted = end < len(items) and items[end] == WAIT
-            yield Sent(item, total_work(items[at + 1 : end]) if is_posted else None)
+            computed, is_posted = _until_wait(items, at + 1) if item.axis not in REPLICA_AXES else ([], False)
+            yield Sent(item, total_work(computed) if is_posted else None)
+
+
+def _until_wait(items: Sequence[Counter[Work] | Work], begin: int) -> tuple[list[Counter[Work]], bool]:
+    """Return what is computed from a place on, and whether a wait ends it and no other message.
+
+    Sums over copies begin as soon as gradients are complete, also before that wait.
+    """
+    computed = []
+    for at in range(begin, len(items)):
+        item = items[at]
+        if not isinstance(item, Work):
+            computed.append(item)
+        elif item.axis not in REPLICA_AXES:
+            return computed, item == WAIT
+    return computed, False
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:

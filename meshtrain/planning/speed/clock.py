@@ -35,7 +35,7 @@ class _Item:
 
     Attributes:
         seconds: that it takes.
-        exposed_seconds: in which the process does nothing else.
+        exposed_seconds: by which it delays what follows.
         message: None for computation.
         kind: of the message, as `shown_name` returns it.
         axis: of the message.
@@ -158,8 +158,7 @@ class Clock:
         if isinstance(found, Sent):
             message = found.message
             is_sum = self.rates.posts_sums and phase.startswith("backward") and message.axis in REPLICA_AXES
-            seconds = self.rates.message_seconds(message, is_posted=is_sum or found.meanwhile is not None)
-            exposed = self.rates.exposed_seconds(found, seconds)
+            seconds, exposed = self.rates.sent_seconds(found, is_posted=is_sum)
             return _Item(seconds, exposed, message, shown_name(message.name), message.axis or "other")
         needs_gathered = any(kind.name == GATHERED for kind in found)
         seconds = self.rates.compute_seconds(found, in_optimizer=phase == "optimizer")

@@ -29,12 +29,21 @@ class Rates:
         optimizer_on_host: whether the optimizer runs in host memory (`shard.offload`).
         posts_sums: whether sums over copies of the model are posted in a backward pass and awaited
             after it, as they are without FSDP2.
+        splits_backward: whether the schedule does, so that every message over tp is awaited at
+            once. Only for work of another schedule.
     """
 
     def __init__(
-        self, speed: SpeedConfig, mesh: MeshPlan, *, optimizer_on_host: bool = False, posts_sums: bool = False
+        self,
+        speed: SpeedConfig,
+        mesh: MeshPlan,
+        *,
+        optimizer_on_host: bool = False,
+        posts_sums: bool = False,
+        splits_backward: bool = False,
     ) -> None:
         self.is_asynchronous, self.posts_sums = speed.is_asynchronous, posts_sums
+        self._splits_backward = splits_backward
         self._speed, self._on_host = speed, optimizer_on_host
         self.fsdp_axis = mesh.fsdp_axis
         self._fsdp_axes = {fsdp_axis_of(mesh.degrees, axes) for axes in (FSDP_AXES, EXPERT_FSDP_AXES)}
@@ -79,23 +88,25 @@ class Rates:
             seconds += num_bytes / group.size / (self._speed.host_link_gb_per_second * GB)
         return seconds
 
-    def exposed_seconds(self, sent: Sent, seconds: float) -> float:
-        """Return the time in which a process does nothing else than wait for a message.
+    def sent_seconds(self, sent: Sent, *, is_posted: bool = False) -> tuple[float, float]:
+        """Return how long a message travels, and how long a process does nothing else.
+
+        On a machine that is not asynchronous, both are the same.
 
         Args:
             sent: the message, and what is computed meanwhile.
-            seconds: that it travels. On a machine that is not asynchronous, they count in full.
+            is_posted: whether it is awaited after the pass.
         """
-        if sent.meanwhile is None or not self.is_asynchronous:
-            return seconds
-        return max(0.0, seconds - self.compute_seconds(sent.meanwhile))
+        meanwhile = None if self._splits_backward else sent.meanwhile
+        seconds = self.message_seconds(sent.message, is_posted=is_posted or meanwhile is not None)
+        if meanwhile is None or not self.is_asynchronous:
+            return seconds, seconds
+        return seconds, max(0.0, seconds - self.compute_seconds(meanwhile))
 
     def seconds_of(self, items: Sequence[Counter[Work] | Work]) -> float:
         """Return the seconds of what is sent and computed in a row."""
         return sum(
-            self.exposed_seconds(it, self.message_seconds(it.message, is_posted=it.meanwhile is not None))
-            if isinstance(it, Sent)
-            else self.compute_seconds(it)
+            self.sent_seconds(it)[1] if isinstance(it, Sent) else self.compute_seconds(it)
             for it in sent_and_computed(items)
         )
 
