@@ -22,27 +22,28 @@ def cases_of(model_type: str, mesh: dict[str, int], **tables: Any) -> list[Proof
     return [case_of(model_type, mesh, rows, attention=attention, **tables) for rows in ROWS]
 
 
-def beside_each_axis(model_type: str, mesh: dict[str, int], **tables: Any) -> list[ProofCase]:
-    cases = [case for other in BESIDE for case in cases_of(model_type, {**mesh, **other}, **tables)]
-    return [*cases, *cases_of(model_type, {**mesh, "tp": 2}, **tables, **SPLIT)]
-
-
 @pytest.mark.parametrize("model_type", OVER_CP)
-def test_parts_of_sequences_compute_what_one_process_does(model_type: str) -> None:
+@pytest.mark.parametrize("cp", [2, 4])
+def test_parts_of_sequences_compute_what_one_process_does(cp: int, model_type: str) -> None:
     ways: list[dict[str, Any]] = [{}, {"context": CONTIGUOUS}, {"context": GATHERED, **FULL}]
-    assert_proven([case for way in ways for case in cases_of(model_type, {"cp": 2}, **way)])
-    alone = [case for way in ways for case in cases_of(model_type, {"cp": 4}, **way)]
-    assert_proven(
-        [*alone, *beside_each_axis(model_type, {"cp": 2}), *beside_each_axis(model_type, {"cp": 2}, **ways[2])]
-    )
-    assert_proven(beside_each_axis(model_type, {"cp": 4}, context=GATHERED))
+    assert_proven([case for way in ways for case in cases_of(model_type, {"cp": cp}, **way)])
 
 
 @pytest.mark.parametrize("model_type", OVER_EP)
-def test_experts_on_several_processes_compute_what_one_process_does(model_type: str) -> None:
-    ways: list[dict[str, Any]] = [{}, FULL]
-    assert_proven([case for way in ways for case in cases_of(model_type, {"ep": 2}, **way)])
-    alone = [case for way in ways for case in cases_of(model_type, {"ep": 4}, **way)]
-    two = [case for way in ways for case in beside_each_axis(model_type, {"ep": 2}, **way)]
-    assert_proven([*alone, *two])
-    assert_proven(beside_each_axis(model_type, {"ep": 4}))
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_on_several_processes_compute_what_one_process_does(ep: int, model_type: str) -> None:
+    assert_proven([case for way in ({}, FULL) for case in cases_of(model_type, {"ep": ep}, **way)])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "axis"), [*((it, "cp") for it in OVER_CP), *((it, "ep") for it in OVER_EP)], ids=str
+)
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("other", BESIDE, ids=str)
+def test_beside_another_axis_they_compute_what_one_process_does(
+    other: dict[str, int], degree: int, model_type: str, axis: str
+) -> None:
+    mesh = {axis: degree, **other}
+    tables = FULL | ({"context": GATHERED} if axis == "cp" else {})
+    cases = [*cases_of(model_type, mesh), *cases_of(model_type, mesh, **tables)]
+    assert_proven([*cases, *(cases_of(model_type, mesh, **SPLIT) if "tp" in mesh else [])])
