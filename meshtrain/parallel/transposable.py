@@ -8,7 +8,7 @@ awaits.
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -112,61 +112,69 @@ def await_posted(x: Tensor) -> Tensor:
     return passed
 
 
+class _Pair(NamedTuple):
+    """A collective and its transposed one.
+
+    Attributes:
+        there: the collective of the forward pass.
+        back: that of the backward pass.
+        in_graphs: both, as the graph of a backward pass has them. Others hold the tensors there,
+            too, and every node waits for what it returns.
+    """
+
+    there: Collective
+    back: Collective
+    in_graphs: tuple[Collective, Collective]
+
+
 class _Transposable(torch.autograd.Function):
     """A collective whose backward pass is the transposed collective, which has a gradient too."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup, there: Collective, back: Collective
-    ) -> Tensor:
-        ctx.group, ctx.there, ctx.back = group, there, back  # type: ignore[attr-defined]
-        result = there(x, group)
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup, pair: _Pair) -> Tensor:
+        ctx.group, ctx.pair = group, pair  # type: ignore[attr-defined]
+        result = pair.there(x, group)
         if not torch.compiler.is_compiling() and result is x:
             # Without it, the result would be a view, which a model may not change in place.
             ctx.mark_dirty(x)
         return result
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, there, back = ctx.group, ctx.there, ctx.back  # type: ignore[attr-defined]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group, pair = ctx.group, ctx.pair  # type: ignore[attr-defined]
         # `create_graph=True` needs a derivative of the backward pass. The functional collectives of
         # torch have none and do not report it. Without `create_graph` the plain collective is
         # cheaper, and it can be compiled.
         if torch.is_grad_enabled():
-            again = [_IN_GRAPHS.get(it, it) for it in (back, there)]
-            return _apply(gradient, group, *again), None, None, None
-        return back(gradient, group), None, None, None
+            there, back = pair.in_graphs
+            return _apply(gradient, group, _Pair(back, there, (back, there))), None, None
+        return pair.back(gradient, group), None, None
 
 
-_apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Transposable.apply
+_apply: Callable[[Tensor, ProcessGroup, _Pair], Tensor] = _Transposable.apply
 
 
-_IN_GRAPHS: dict[Collective, Collective] = {}
-
-
-def in_graphs(collective: Collective, other: Collective) -> None:
-    """Replace a collective by another one in the graph of a backward pass.
-
-    Others hold the tensors there, too, and every node has to wait for what it returns.
-    """
-    _IN_GRAPHS[collective] = other
-
-
-for _collective in (sum_result, sum_gradient, post_gradient):
-    in_graphs(_collective, sum_over)
-
-
-def pair_of(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:
+def pair_of(
+    forward: Collective, transposed: Collective, *, in_graphs: tuple[Collective, Collective] | None = None
+) -> tuple[Collective, Collective]:
     """Return two functions, each of which is the backward pass of the other.
 
     So gradients have gradients too.
+
+    Args:
+        forward: the collective of the first function.
+        transposed: that of the second.
+        in_graphs: what takes their places in the graph of a backward pass, if one of them changes
+            its argument or does not wait for its result.
     """
+    there = _Pair(forward, transposed, in_graphs or (forward, transposed))
+    back = _Pair(transposed, forward, there.in_graphs[::-1])
 
     def one(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _apply(x, group, forward, transposed)
+        return _apply(x, group, there)
 
     def other(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _apply(x, group, transposed, forward)
+        return _apply(x, group, back)
 
     return one, other
 
@@ -194,6 +202,7 @@ def _holders_alone() -> tuple[int, int, int]:
 
     with torch.inference_mode(mode=False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True, device="cpu")
-        passed = _apply(x, cast(ProcessGroup, None), lambda x, group: x.view_as(x), look)
+        pass_on, _ = pair_of(lambda x, group: x.view_as(x), look)
+        passed = pass_on(x, cast(ProcessGroup, None))
         (2 * passed + 3 * passed).backward()
     return found[0]

@@ -16,7 +16,6 @@ from meshtrain.compat.operators import collectives as operators
 from meshtrain.parallel.transposable import (
     Collective,
     gather_along,
-    in_graphs,
     pair_of,
     post_gradient,
     post_scatter,
@@ -45,26 +44,24 @@ def _post_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return post_scatter(x, SEQUENCE_DIM, group)
 
 
-in_graphs(_post_reduce_scatter, _reduce_scatter)
-
-
 def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
 
-copy_to_shards, _ = pair_of(_identity, sum_gradient)
+_COPY_AND_SUM = (_identity, sum_over)
+copy_to_shards, _ = pair_of(_identity, sum_gradient, in_graphs=_COPY_AND_SUM)
 """Pass replicated hidden states (batch, seq, hidden) to a computation with a shard of the weights.
 
 The gradient is summed over the shards.
 """
 
-copy_and_post, _ = pair_of(_identity, post_gradient)
+copy_and_post, _ = pair_of(_identity, post_gradient, in_graphs=_COPY_AND_SUM)
 """Do the same with what `await_posted` has returned, which waits for the sum of the gradient."""
 
 _, reduce_from_shards = pair_of(_identity, sum_over)
 """Turn partial sums (batch, seq, hidden) into their replicated sum."""
 
-_, reduce_result = pair_of(_identity, sum_result)
+_, reduce_result = pair_of(_identity, sum_result, in_graphs=_COPY_AND_SUM)
 """Do the same in the memory of the partial sums.
 
 The caller has just computed them, and nobody else has seen them.
@@ -78,7 +75,7 @@ shard of the weights. `scatter_sequence` turns partial sums (batch, seq, hidden)
 part of their sum, (batch, seq/tp, hidden).
 """
 
-gather_and_post, _ = pair_of(_all_gather, _post_reduce_scatter)
+gather_and_post, _ = pair_of(_all_gather, _post_reduce_scatter, in_graphs=(_all_gather, _reduce_scatter))
 """Do as `gather_sequence` with what `await_posted` has returned, which waits for the gradient."""
 
 split_sequence, join_sequence = pair_of(_split, _all_gather)
