@@ -9,9 +9,6 @@ made last. A block makes, in its forward pass, a node that awaits the sum, one f
 one that posts the sum, in this order. A projection hands the factors of the gradient to the node of
 its weight, and zeros in place of a gradient.
 
-A checkpoint around a projection must be around its block too, as those of meshtrain are: without
-the block, its recomputation would keep other tensors, and torch would refuse it.
-
 Source: Megatron-LM (arXiv:1909.08053), whose `LinearWithGradAccumulationAndAsyncCommunication`
 computes the gradient of one weight in this time.
 """
@@ -35,10 +32,15 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Factors:
-    """The factors of the gradient of a weight, from the product to the node of the weight."""
+    """The factors of the gradient of a weight, from the product to the node of the weight.
 
-    def __init__(self, *, is_transposed: bool) -> None:
-        self.is_transposed = is_transposed
+    Attributes:
+        is_transposed: whether the weight is (in, out).
+        are_awaited: whether the weight has such a node.
+    """
+
+    def __init__(self, *, is_transposed: bool, are_awaited: bool) -> None:
+        self.is_transposed, self.are_awaited = is_transposed, are_awaited
         self._found: tuple[Tensor, Tensor, int] | None = None
 
     def keep(self, x: Tensor, gradient: Tensor) -> None:
@@ -60,7 +62,7 @@ class _Factors:
 
 
 class _Multiply(torch.autograd.Function):
-    """The product of a matrix that leaves the gradient of the weight to the node of the weight."""
+    """A product that leaves the gradient of its weight to the node of the weight, if it has one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factors: _Factors) -> Tensor:
@@ -74,8 +76,8 @@ class _Multiply(torch.autograd.Function):
         needs_input, _, needs_bias, _ = ctx.needs_input_grad
         of_input = gradient @ (weight.T if factors.is_transposed else weight) if needs_input else None
         of_bias = gradient.sum(0) if needs_bias else None
-        if torch.is_grad_enabled():
-            # Factors with a graph of their own would keep themselves alive, and nothing is posted.
+        # Factors with a graph of their own would keep themselves alive, and nothing is posted then.
+        if torch.is_grad_enabled() or not factors.are_awaited:
             return of_input, factors.product(x, gradient), of_bias, None
         factors.keep(x, gradient)
         return of_input, gradient.new_zeros(()).expand(weight.shape), of_bias, None
@@ -98,13 +100,13 @@ class LateWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply an input (batch, seq, in) by the weight, and add a bias."""
-        if not torch.compiler.is_compiling() and self.entrance is not None:
-            ready = self.entrance.take(self)
-            if ready is not None:
-                # The view is made outside, because a model may not change a view of `_Multiply`.
-                rows: Tensor = _Multiply.apply(x.flatten(0, -2), ready[0], bias, ready[1])  # type: ignore[no-untyped-call]
-                return rows.view(*x.shape[:-1], rows.shape[-1])
-        return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
+        entrance = None if torch.compiler.is_compiling() else self.entrance
+        if entrance is None or not entrance.has_posted(self):
+            return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
+        weight, factors = entrance.take(self)
+        # The view is made outside, because a model may not change a view of `_Multiply`.
+        rows: Tensor = _Multiply.apply(x.flatten(0, -2), weight, bias, factors)  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
     def may_be_late(self) -> bool:
         """Return whether the weight trains, and the product is that of its class."""
@@ -124,30 +126,38 @@ class Entrance:
     def __init__(self, region: Region, block: nn.Module) -> None:
         self._region, self._block = region, block
         self._projections: list[LateWeight] | None = None
-        self._ready: dict[LateWeight, tuple[Tensor, _Factors]] = {}
+        # For the projections of the latest pass. None: there was a product.
+        self._ready: dict[LateWeight, tuple[Tensor, _Factors] | None] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the full hidden states for the projections."""
         if torch.compiler.is_compiling() or not self._region.posts_sums:
             return self._region.enter(x)
-        # A recomputation ends early, and may leave some.
         self._ready.clear()
         projections = self._late() if torch.is_grad_enabled() and x.requires_grad else []
-        # The check for anomalies reads what has not arrived yet.
-        if not projections or torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled():
+        if not projections or torch.is_autocast_enabled(x.device.type):
             return self._region.enter(x)
         x = await_posted(x)
         for projection in projections:
-            factors = _Factors(is_transposed=projection.is_transposed)
+            factors = _Factors(is_transposed=projection.is_transposed, are_awaited=True)
             self._ready[projection] = local_in_graph(projection.weight, factors.multiply), factors  # type: ignore[attr-defined]
         return self._region.enter(x, posts=True)
 
-    def take(self, projection: LateWeight) -> tuple[Tensor, _Factors] | None:
+    def has_posted(self, projection: LateWeight) -> bool:
+        """Return whether the gradient of a projection is late in the latest pass."""
+        return projection in self._ready
+
+    def take(self, projection: LateWeight) -> tuple[Tensor, _Factors]:
         """Return the local weight of a projection for one product, and where its factors go.
 
-        None if there was a product already, or the gradient is not late in this pass.
+        After the first product, the gradients of others are computed at once. They keep the same
+        tensors, as a checkpoint inside the block demands, whose recomputation has no entrance.
         """
-        return self._ready.pop(projection, None)
+        ready, self._ready[projection] = self._ready[projection], None
+        if ready is not None:
+            return ready
+        factors = _Factors(is_transposed=projection.is_transposed, are_awaited=False)
+        return local_tensor(projection.weight), factors  # type: ignore[attr-defined]
 
     def _late(self) -> list[LateWeight]:
         if self._projections is None:
