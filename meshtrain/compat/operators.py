@@ -49,6 +49,22 @@ Why: aten uses a private name for the view of the result of a matrix product.
 Holds: torch 2.11 to 2.13.
 """
 
+
+def rows_as(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a new matrix in another shape, as a tensor that autograd does not count as a view.
+
+    Args:
+        rows: (rows, columns), which nobody else has.
+        shape: of the result.
+
+    Why: a view of what a function of one's own has computed may not be changed in place, and FSDP2
+    warns of views. torch does the same with the matrix product inside `linear`.
+    Holds: torch 2.11 to 2.13.
+    """
+    result: Tensor = _aten._unsafe_view(rows, shape)
+    return result
+
+
 CASTS: tuple[Any, ...] = (_aten._to_copy,)
 """The operators that `Tensor.to` calls.
 

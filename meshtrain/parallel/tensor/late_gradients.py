@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.compat.autograd import number_of_backward_pass
 from meshtrain.compat.dtensor import local_in_graph
+from meshtrain.compat.operators import rows_as
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.transposable import await_posted
@@ -104,9 +105,8 @@ class LateWeight:
         if entrance is None or not entrance.has_posted(self):
             return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
         weight, factors = entrance.take(self)
-        # The view is made outside, because a model may not change a view of `_Multiply`.
         rows: Tensor = _Multiply.apply(x.flatten(0, -2), weight, bias, factors)  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], rows.shape[-1])
+        return rows_as(rows, (*x.shape[:-1], rows.shape[-1]))
 
     def may_be_late(self) -> bool:
         """Return whether the weight trains, and the product is that of its class."""

@@ -99,16 +99,7 @@ class Parts:
         """Return what the head and the loss of a sequence need at most."""
         return self._simulated.heads[kind, 1].head_bytes
 
-    def _seconds(
-        self,
-        kind: Kind,
-        head_kind: HeadKind,
-        rows: int,
-        cp: int,
-        reshard: Reshard | None,
-        *,
-        splits_backward: bool,
-    ) -> LayerSeconds:
+    def _seconds(self, kind: Kind, head_kind: HeadKind, rows: int, cp: int, reshard: Reshard | None) -> LayerSeconds:
         """Return the seconds of parts for a microbatch, besides messages over data axes.
 
         Args:
@@ -117,44 +108,41 @@ class Parts:
             rows: sequences of the microbatch.
             cp: number of processes that share each sequence.
             reshard: of FSDP2; None if nothing is sharded.
-            splits_backward: whether the schedule does.
         """
-        split = splits_backward
         known, known_head = self._kinds[kind.cut], self._head_kinds[head_kind.cut]
-        one, more = (self._of_layer(known, number, split) for number in (1, MORE_ROWS))
+        one, more = (self._of_layer(known, number) for number in (1, MORE_ROWS))
         forward, backward, around = (_at_rows(rows, pair) for pair in zip(one, more, strict=True))
         # What is recomputed grows with the sequences as the forward pass does. A backward pass also
         # has work of the parameters alone, whatever is recomputed.
-        own_forward, own_backward, _ = self._of_layer(kind, 1, split)
+        own_forward, own_backward, _ = self._of_layer(kind, 1)
         growth = forward / one[0]
-        # What other heads have more is the work of logits.
-        more_logits = self._of_head(head_kind, 1, split) - self._of_head(known_head, 1, split)
-        head = _at_rows(rows, (self._of_head(known_head, number, split) for number in (1, MORE_ROWS)))
-        fsdp = self._of_fsdp(known, reshard, split)
+        head = _at_rows(rows, (self._of_head(known_head, number) for number in (1, MORE_ROWS)))
+        fsdp = self._of_fsdp(known, reshard)
         # FSDP2 does the same for parts of sequences.
         return LayerSeconds(
             forward_seconds=(own_forward * growth + around) / cp + fsdp.forward_seconds,
             backward_seconds=(backward + (own_backward - one[1]) * growth) / cp + fsdp.backward_seconds,
             stage_seconds=fsdp.stage_seconds,
             once_seconds=fsdp.once_seconds,
-            head_seconds=(head + rows * more_logits) / cp,
+            # What other heads have more is the work of logits.
+            head_seconds=(head + rows * (self._of_head(head_kind, 1) - self._of_head(known_head, 1))) / cp,
         )
 
-    def _layer_seconds(self, kind: Kind, rows: int, split: bool) -> tuple[float, float, float]:
+    def _layer_seconds(self, kind: Kind, rows: int) -> tuple[float, float, float]:
         """Return the seconds of a layer, forward and backward, and its share of what is around."""
-        needs, rates = self._simulated.layers[kind, rows], self._rates(kind.cut.tp, split)
+        needs, rates = self._simulated.layers[kind, rows], self._rates(kind.cut.tp)
         return *layer_seconds(needs, rates), around_seconds(needs, rates)
 
-    def _head_seconds(self, kind: HeadKind, rows: int, split: bool) -> float:
-        return head_seconds(self._simulated.heads[kind, rows], self._rates(kind.cut.tp, split))
+    def _head_seconds(self, kind: HeadKind, rows: int) -> float:
+        return head_seconds(self._simulated.heads[kind, rows], self._rates(kind.cut.tp))
 
-    def _fsdp_seconds(self, kind: Kind, reshard: Reshard | None, split: bool) -> FsdpSeconds:
+    def _fsdp_seconds(self, kind: Kind, reshard: Reshard | None) -> FsdpSeconds:
         alone = self._simulated.layers[kind, 1]
         sharded = alone if reshard is None else self._simulated.sharded[kind, reshard]
-        return fsdp_seconds(sharded, alone, self._rates(kind.cut.tp, split))
+        return fsdp_seconds(sharded, alone, self._rates(kind.cut.tp))
 
-    def _rates_alone(self, tp: int, split: bool) -> Rates:
-        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp), splits_backward=split)
+    def _rates_alone(self, tp: int) -> Rates:
+        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
 
 
 def _at_rows(rows: int, values: Iterable[float]) -> float:
