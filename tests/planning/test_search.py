@@ -381,6 +381,19 @@ def test_closed_form_knows_which_sums_travel_beside_a_backward_pass(run_file: st
     assert seconds[posted] == pytest.approx(seconds[split] / 2) == pytest.approx(seconds[sharded] / 2)
 
 
+def test_closed_form_knows_which_schedules_await_sums_over_tp_at_once(run_file: str) -> None:
+    wanted = wanted_run(config_of(run_file), find_machine("h100-80gb", PROCESSES), PROCESSES)
+    wanted = with_messages(wanted, all_reduce=2.0, posted_all_reduce=1.0)
+    posted, split = (
+        candidate(2, 1, 1, 2, 4, schedule=schedule, stages_per_rank=2, sequence_parallel=False)
+        for schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    )
+    estimator = build_estimator(wanted, [posted, split])
+    one, other = (estimator._parts_of(it) for it in (posted, split))
+    assert one.backward_seconds == pytest.approx(other.backward_seconds / 2)
+    assert one.forward_seconds == pytest.approx(other.forward_seconds)
+
+
 def test_closed_form_knows_whole_logits(run_file: str) -> None:
     # With so many words they need most of the memory.
     wanted = wanted_run(config_of(run_file, "model.config.vocab_size=64_000"), find_machine("h100-80gb", 4), 4)

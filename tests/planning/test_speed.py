@@ -253,7 +253,7 @@ def test_messages_over_tp_are_awaited_at_once_or_after_what_is_computed_meanwhil
     assert exposed(work(1), WAIT, is_asynchronous=False) == pytest.approx(3.0)
     of_copies = Work("allreduce_", torch.float32, 0, 0, "dp_replicate")
     assert exposed(work(1), of_copies, WAIT) == pytest.approx(2.0)
-    split = Rates(clock_of(1, 1, is_asynchronous=True).rates._speed, mesh, splits_backward=True)
+    split = Rates(SpeedConfig.model_validate(CONSTANTS | {"is_asynchronous": True}), mesh, splits_backward=True)
     assert split.seconds_of([work(1), message, work(1), WAIT]) == pytest.approx(5.0)
     long = Clock(rates(mesh, is_asynchronous=True))
     long.run([action("backward", 0, 0, message, work(4), WAIT, work(1))])

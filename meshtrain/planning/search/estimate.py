@@ -82,6 +82,7 @@ class Estimator:
         speed: SpeedConfig,
     ) -> None:
         self._plan, self._sizes, self._parts = plan, sizes, parts
+        self._split_parts = parts.of_split_schedules()
         self._batch, self._length = batch.global_batch_size, batch.rows * batch.sequence_length
         self._speed, self._touched, self._chunk_tokens = speed, touched, cache(chunk_tokens)
         formats = plan.precision.parameters, plan.precision.activations, plan.precision.reduce
@@ -189,8 +190,9 @@ class Estimator:
         """Return the seconds of parts for a microbatch, with the messages of ep and cp."""
         reshard = candidate.reshard if needs_sharded(candidate, self._plan) else None
         rows, cp = candidate.micro_batch_size, candidate.cp
-        split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
-        parts = self._parts.seconds(candidate.kind, candidate.head_kind, rows, cp, reshard, splits_backward=split)
+        is_split = candidate.pp > 1 and SCHEDULES[candidate.schedule].splits_backward
+        of_schedule = self._split_parts if is_split else self._parts
+        parts = of_schedule.seconds(candidate.kind, candidate.head_kind, rows, cp, reshard)
         if candidate.ep == cp == 1:
             return parts
         messages = self._exchange_seconds(candidate)

@@ -56,10 +56,11 @@ class Parts:
     Args:
         simulated: microbatches.
         speed: of the machine.
+        splits_backward: whether the schedule does, which the simulated ones do not.
     """
 
-    def __init__(self, simulated: Simulated, speed: SpeedConfig) -> None:
-        self._simulated, self._speed = simulated, speed
+    def __init__(self, simulated: Simulated, speed: SpeedConfig, *, splits_backward: bool = False) -> None:
+        self._simulated, self._speed, self._splits_backward = simulated, speed, splits_backward
         self._kinds = {kind.cut: kind for kind, rows in simulated.layers if rows == MORE_ROWS}
         self._head_kinds = {kind.cut: kind for kind, rows in simulated.heads if rows == MORE_ROWS}
         self.seconds = cache(self._seconds)
@@ -67,6 +68,10 @@ class Parts:
         self._of_layer = cache(self._layer_seconds)
         self._of_head = cache(self._head_seconds)
         self._of_fsdp = cache(self._fsdp_seconds)
+
+    def of_split_schedules(self) -> "Parts":
+        """Return the same for schedules that split the backward pass."""
+        return Parts(self._simulated, self._speed, splits_backward=True)
 
     def knows(self, candidate: Candidate, *, is_sharded: bool) -> bool:
         """Return whether the layers and the head of a candidate were simulated.
@@ -142,7 +147,7 @@ class Parts:
         return fsdp_seconds(sharded, alone, self._rates(kind.cut.tp))
 
     def _rates_alone(self, tp: int) -> Rates:
-        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp))
+        return Rates(self._speed, MeshPlan(dp_shard=1, tp=tp), splits_backward=self._splits_backward)
 
 
 def _at_rows(rows: int, values: Iterable[float]) -> float:

@@ -356,12 +356,11 @@ def sent_and_computed(items: Sequence[Counter[Work] | Work]) -> Iterator[Sent | 
         if not isinstance(item, Work):
             yield item
         elif item != WAIT:
-            computed, is_posted = _until_wait(items, at + 1) if item.axis not in REPLICA_AXES else ([], False)
-            yield Sent(item, total_work(computed) if is_posted else None)
+            yield Sent(item, None if item.axis in REPLICA_AXES else _until_wait(items, at + 1))
 
 
-def _until_wait(items: Sequence[Counter[Work] | Work], begin: int) -> tuple[list[Counter[Work]], bool]:
-    """Return what is computed from a place on, and whether a wait ends it and no other message.
+def _until_wait(items: Sequence[Counter[Work] | Work], begin: int) -> Counter[Work] | None:
+    """Return what is computed from a place on until a wait; None if another message comes first.
 
     Sums over copies begin as soon as gradients are complete, also before that wait.
     """
@@ -371,8 +370,8 @@ def _until_wait(items: Sequence[Counter[Work] | Work], begin: int) -> tuple[list
         if not isinstance(item, Work):
             computed.append(item)
         elif item.axis not in REPLICA_AXES:
-            return computed, item == WAIT
-    return computed, False
+            return total_work(computed) if item == WAIT else None
+    return None
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:
