@@ -288,14 +288,7 @@ def _parallelize_stage(
     is_split = stage.num_stages > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     if tp > 1:
         summed_over_tp = apply_tensor_parallel(
-            stage,
-            mesh[TP],
-            plan.tensor,
-            whole.rules,
-            own,
-            tp_streams,
-            posts_sums=not is_split,
-            is_compiled=plan.compile.enabled,
+            stage, mesh[TP], plan, whole.rules, own, tp_streams, posts_sums=not is_split
         )
     if axis_size(mesh, EP) > 1:
         apply_expert_parallel(stage.model, mesh)

@@ -50,7 +50,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshtrain.config.plan import TensorPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
 from meshtrain.parallel.tensor.adapters import shard_adapters
@@ -67,34 +67,33 @@ from meshtrain.parallel.transposable import prepare_sums
 def apply_tensor_parallel(
     stage: Stage,
     mesh: DeviceMesh,
-    plan: TensorPlan,
+    plan: ParallelPlan,
     rules: TensorRules,
     adapters: Mapping[str, nn.Module],
     streams: Streams | None,
     *,
     posts_sums: bool,
-    is_compiled: bool,
 ) -> set[str]:
     """Shard the modules of a stage over the tp axis, in place.
 
     Args:
         stage: on the meta device, unfused and cut.
         mesh: the 1-D tp mesh.
-        plan: for its setting `sequence_parallel`.
+        plan: resolved.
         rules: of the complete model.
         adapters: LoRA layers of the stage, by the FQN of their base. The stage holds the base in
             their position; they are sharded in the same way as the base.
         streams: random streams of this process; None if nothing is random in training.
-        posts_sums: whether gradients of weights may be computed while others travel.
-        is_compiled: whether the layers will be compiled, where no gradient is late.
+        posts_sums: whether gradients of weights may be computed while others travel. In compiled
+            layers they are not.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
     prepare_sums()
-    group = mesh.get_group()
+    group, is_split = mesh.get_group(), plan.tensor.sequence_parallel
     outside = Region(group, sequence_parallel=False, streams=streams, posts_sums=posts_sums)
-    inside = replace(outside, sequence_parallel=plan.sequence_parallel, posts_sums=posts_sums and not is_compiled)
+    inside = replace(outside, sequence_parallel=is_split, posts_sums=posts_sums and not plan.compile.enabled)
     context_of = _contexts(stage, inside, outside, rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
@@ -107,10 +106,10 @@ def apply_tensor_parallel(
         summed_over_tp |= {f"{name}.{kind}" for kind in partial}
     summed_over_tp |= shard_adapters(stage.model, adapters, mesh, context_of)
     apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())
-    if plan.sequence_parallel:
+    if is_split:
         shard_hidden_states(stage, group)
     if streams is not None:
-        separate_streams(stage, rules.styles, streams, sequence_parallel=plan.sequence_parallel)
+        separate_streams(stage, rules.styles, streams, sequence_parallel=is_split)
     _tie_again(stage)
     return summed_over_tp
 
