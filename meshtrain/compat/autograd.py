@@ -113,6 +113,16 @@ def number_of_backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_run(node: Any) -> bool:
+    """Return whether the running backward pass comes to a node of its graph.
+
+    Why: a custom function knows which of its inputs need a gradient in some pass, but not which
+    ones this pass asks for. Hooks of torch on several gradients do the same.
+    Holds: torch 2.11 to 2.13.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Call a function when the running backward pass has computed all gradients.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshtrain.compat.autograd import holders_of, keeps_selected_results
+from meshtrain.compat.autograd import holders_of, keeps_selected_results, number_of_backward_pass
 from meshtrain.compat.operators import collectives as operators
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
@@ -28,11 +28,15 @@ def gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def scatter_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this process's part of the sum over all processes, without a gradient."""
-    return operators.wait_tensor(post_scatter(x, dim, group))
+    return operators.wait_tensor(_post_scatter(x, dim, group))
 
 
 def post_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Do the same, but do not wait for the sum; see `await_posted`."""
+    return _posted.add(_post_scatter(x, dim, group))
+
+
+def _post_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     stacked = torch.cat(x.chunk(group.size(), dim))
     return operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name)
 
@@ -70,8 +74,8 @@ def post_gradient(gradient: Tensor, group: ProcessGroup) -> Tensor:
     """Do the same, but do not wait for the sum; see `await_posted`."""
     if _may_overwrite() and gradient.is_contiguous() and holders_of(gradient) == _holders_alone():
         operators.all_reduce_(gradient, "sum", group.group_name)
-        return gradient
-    return _post_sum(gradient, group)
+        return _posted.add(gradient)
+    return _posted.add(_post_sum(gradient, group))
 
 
 def _may_overwrite() -> bool:
@@ -87,6 +91,34 @@ def _sum_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
+class _Posted:
+    """The sums that are posted and not awaited.
+
+    A backward pass that ends with an exception leaves its sums. torch would keep their memory until
+    somebody waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, Tensor]] = []
+
+    def add(self, posted: Tensor) -> Tensor:
+        """Add a sum of the running backward pass, and return it. Wait for those of other passes."""
+        number = number_of_backward_pass()
+        for other, left in self._sums:
+            if other != number:
+                operators.wait_tensor(left)
+        self._sums = [(number, it) for other, it in self._sums if other == number] + [(number, posted)]
+        return posted
+
+    def wait(self, posted: Tensor) -> None:
+        """Wait for a sum."""
+        operators.wait_tensor(posted)
+        self._sums = [(number, it) for number, it in self._sums if it is not posted]
+
+
+_posted = _Posted()
+
+
 class _Awaited(torch.autograd.Function):
     """Passes a tensor on, and waits for its gradient, whose sum was only posted."""
 
@@ -98,7 +130,7 @@ class _Awaited(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
         # With `create_graph` nothing is only posted.
         if not torch.is_grad_enabled():
-            operators.wait_tensor(gradient)
+            _posted.wait(gradient)
         return gradient
 
 

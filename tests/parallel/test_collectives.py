@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshtrain.parallel.tensor.collectives import (
+    copy_and_post,
     copy_to_shards,
     gather_sequence,
     gather_vocabulary,
@@ -24,7 +25,7 @@ from meshtrain.parallel.tensor.collectives import (
     shard_width,
     split_sequence,
 )
-from meshtrain.parallel.transposable import _holders_alone, sum_over
+from meshtrain.parallel.transposable import _holders_alone, await_posted, sum_over
 from tests.ranks import run_on_ranks
 
 BATCH, SEQUENCE, HIDDEN = 2, 12, 5
@@ -194,22 +195,30 @@ def test_a_result_is_summed_in_place_unless_its_backward_pass_needs_it() -> None
     run_on_ranks(2, sums_of_results)
 
 
-def sums_of_gradients() -> None:
+def enter_and_post(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return copy_and_post(await_posted(x), group)
+
+
+ENTER = {"awaited": copy_to_shards, "posted": enter_and_post}
+
+
+def sums_of_gradients(kind: str) -> None:
     """Sum gradients in place, unless something else holds them."""
+    enter = ENTER[kind]
     group, rank = dist.group.WORLD, dist.get_rank()
     first, second = (torch.full((2, 3), 1.0, dtype=torch.float64, requires_grad=True) for _ in range(2))
     addresses: list[int] = []
     kept: list[Tensor] = []
 
     def entered(x: Tensor) -> Tensor:
-        passed = copy_to_shards(x * 1.0, group)
+        passed = enter(x * 1.0, group)
         passed.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
         return passed
 
     # The gradient is a sum that was computed for this collective alone.
     before = first * 1.0
     before.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
-    passed = copy_to_shards(before, group)
+    passed = enter(before, group)
     passed.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
     (passed * (1.0 + rank) + passed * 2.0).sum().backward()
     assert first.grad is not None
@@ -233,8 +242,9 @@ def sums_of_gradients() -> None:
     assert passed.grad.eq(3.0 + rank).all()
 
 
-def test_a_gradient_is_summed_in_place_unless_something_else_holds_it() -> None:
-    run_on_ranks(2, sums_of_gradients)
+@pytest.mark.parametrize("kind", ENTER)
+def test_a_gradient_is_summed_in_place_unless_something_else_holds_it(kind: str) -> None:
+    run_on_ranks(2, sums_of_gradients, kind)
 
 
 def is_counted() -> bool:

@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +112,7 @@ def shard(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
             module.register_parameter(kind, nn.Parameter(shards))
         become_sharded(module)
         module.enter = module.leave = identity
-        module.bias_is_full = False
+        module.bias_is_full, module.reads_entrance = False, True
     block.register_forward_pre_hook(lambda _, args: (entrance(args[0]), *args[1:]))
     block.entrance = entrance
     return block
@@ -140,7 +141,7 @@ def assert_same(whole: nn.Module, shards: nn.Module, x: Tensor, loss: Callable[[
         block.zero_grad()
         leaf = x.clone().requires_grad_()
         # What comes before a block is never a leaf.
-        loss(block, leaf * 1.0).backward()
+        loss(block, leaf * 1.0).backward(retain_graph=True)
         found = [leaf.grad, *(it.grad for it in block.parameters())]
         gradients.append([it.full_tensor() if isinstance(it, DTensor) else it for it in found])
     for wanted, found in zip(*gradients, strict=True):
@@ -153,27 +154,60 @@ def penalty(block: Block, x: Tensor) -> Tensor:
     return gradient.square().sum()
 
 
+def second_penalty(block: Block, x: Tensor) -> Tensor:
+    """Return the squared gradient of the penalty."""
+    (gradient,) = torch.autograd.grad(penalty(block, x), x, create_graph=True)
+    return gradient.square().sum()
+
+
 def recomputed(block: Block, x: Tensor) -> Tensor:
     result: Tensor = checkpoint(block, x, use_reentrant=False).square().sum()
     return result
 
 
 def recomputed_inside(block: Block, x: Tensor) -> Tensor:
-    """Recompute the projections without their block."""
+    """Recompute the projections without their block, after other passes of the block."""
     inner = block.forward
     block.forward = lambda x: checkpoint(inner, x, use_reentrant=False)  # type: ignore[method-assign]
     try:
-        return block(x).square().sum()
+        loss = block(x).square().sum()
     finally:
         del block.forward
+    with torch.no_grad():
+        block(x)
+    block(x.detach())
+    return loss
+
+
+def around_a_pass(block: Block, x: Tensor, wanted: Callable[[], list[Tensor]]) -> Tensor:
+    """Run a pass for some gradients while the backward pass leaves the block."""
+    entered: list[Tensor] = []
+    handle = block.first.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    loss: Tensor = block(x).square().sum()
+    handle.remove()
+
+    def pass_again(gradient: Tensor) -> None:
+        inside.remove()
+        torch.autograd.grad(loss, wanted(), retain_graph=True)
+
+    inside = entered[0].register_hook(pass_again)
+    return loss
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = block(x).square().sum()
+    return result
 
 
 def compare_blocks(kind: type[nn.Module]) -> None:
     whole, shards, x = both(kind)
-    for loss in (lambda block, x: block(x).square().sum(), recomputed, recomputed_inside):
+    for loss in (plain, recomputed, recomputed_inside, penalty, second_penalty):
         assert_same(whole, shards, x, loss)
-    assert_same(whole, shards, x, penalty)
+    assert_same(whole, shards, x[0, 0], plain)
+    assert_same(whole, shards, x, lambda block, x: around_a_pass(block, x, lambda: [x]))
+    assert_same(whole, shards, x, lambda block, x: around_a_pass(block, x, lambda: [*block.parameters()]))
     leave_a_pass(whole, shards, x)
+    fail_in_a_backward_pass(whole, shards, x)
     freeze(whole, shards, x)
 
 
@@ -181,16 +215,49 @@ def leave_a_pass(whole: Any, shards: Any, x: Tensor) -> None:
     """Go on after a pass that has ended between the projections."""
     with pytest.raises(InterruptedError):
         shards(x.clone().requires_grad_() * 1.0, fails=True)
-    assert [it for it, ready in shards.entrance._ready.items() if ready] == [shards.second]
+    assert [*shards.entrance._ready] == [shards.second]
     with torch.no_grad():
         shards.entrance(x)
         assert not shards.entrance._ready
         torch.testing.assert_close(shards(x), own(whole(x)), rtol=1e-12, atol=1e-12)
-    assert_same(whole, shards, x, lambda block, x: block(x).square().sum())
+    assert_same(whole, shards, x, plain)
+
+
+def fail_in_a_backward_pass(whole: Any, shards: Any, x: Tensor) -> None:
+    """Go on after a pass that has ended before the wait for a sum: the next one frees that."""
+    sums: list[Any] = []
+
+    def fail(gradient: Tensor) -> None:
+        raise InterruptedError
+
+    def look(_: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].register_hook(lambda gradient: sums.append(weakref.ref(gradient.untyped_storage())))
+
+    handles = shards.first.register_forward_pre_hook(look), shards.second.weight.register_hook(fail)
+    with pytest.raises(InterruptedError):
+        plain(shards, x.clone().requires_grad_() * 1.0).backward()
+    for handle in handles:
+        handle.remove()
+    assert_same(whole, shards, x, plain)
+    assert len(sums) == 2
+    assert_freed(sums)
+
+
+def assert_freed(references: list[Any]) -> None:
+    # A thread of gloo may hold a sum a moment longer.
+    deadline = time.monotonic() + 10
+    while any(it() is not None for it in references) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    assert [it() for it in references if it() is not None] == []
 
 
 def freeze(whole: Any, shards: Any, x: Tensor) -> None:
     """Train the biases and one weight, and ask for the gradients of some inputs of the graph."""
+    assert shards.first.may_be_late(x)
+    shards.first.product = F.linear
+    assert not shards.first.may_be_late(x)
+    del shards.first.product
     for block in (whole, shards):
         block.first.weight.requires_grad = False
     leaf, other = (x.clone().requires_grad_() for _ in range(2))
@@ -208,13 +275,18 @@ def test_late_gradients_are_those_of_the_block_in_one_piece(kind: type[nn.Module
 def in_autocast() -> None:
     """A product in autocast has factors of other formats than the weight."""
     whole, shards, x = both(nn.Linear)
-    found = []
-    for block in (whole.float(), shards.float()):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = block(x.float().requires_grad_() * 1.0).float().square().sum()
-        loss.backward()
-        found.append(block.second.weight.grad)
-    torch.testing.assert_close(found[1].full_tensor(), found[0], rtol=0.05, atol=0.05)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    for inside in (False, True):
+        found = []
+        for block in (whole.float(), shards.float()):
+            block.zero_grad()
+            if inside:
+                block.forward = autocast(block.forward)
+            with nullcontext() if inside else autocast:
+                loss = block(x.float().requires_grad_() * 1.0).float().square().sum()
+            loss.backward()
+            found.append(block.second.weight.grad)
+        torch.testing.assert_close(found[1].full_tensor(), found[0], rtol=0.05, atol=0.05)
 
 
 def test_autocast_computes_gradients_at_once() -> None:
@@ -262,12 +334,15 @@ def compare_last(kind: type[nn.Module]) -> None:
     leaf, inputs = x.clone().requires_grad_(), []
     shards.first.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
     torch.autograd.grad(shards(leaf * 1.0).square().sum(), leaf, create_graph=True)
-    # A thread of gloo may hold the last sum a moment longer.
-    deadline = time.monotonic() + 10
-    while inputs[0]() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-        gc.collect()
-    assert [it() for it in inputs] == [None]
+    assert len(inputs) == 1
+    assert_freed(inputs)
+    # A pass for inputs alone keeps nothing for the weights.
+    gradients: list[Any] = []
+    y = shards(leaf * 1.0)
+    y.register_hook(lambda gradient: gradients.append(weakref.ref(gradient.untyped_storage())))
+    torch.autograd.grad(y.square().sum(), leaf, retain_graph=True)
+    assert len(gradients) == 1
+    assert_freed(gradients)
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["Linear", "Conv1D"])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshtrain.compat.autograd import number_of_backward_pass
+from meshtrain.compat.autograd import number_of_backward_pass, will_run
 from meshtrain.compat.dtensor import local_in_graph
 from meshtrain.compat.operators import rows_as
 from meshtrain.models.layout import local_tensor
@@ -42,20 +42,22 @@ class _Factors:
 
     def __init__(self, *, is_transposed: bool, are_awaited: bool) -> None:
         self.is_transposed, self.are_awaited = is_transposed, are_awaited
-        self._found: tuple[Tensor, Tensor, int] | None = None
+        # By backward pass: a hook may run another pass through the same graph.
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, x: Tensor, gradient: Tensor) -> None:
-        self._found = x, gradient, number_of_backward_pass()
+        self._found[number_of_backward_pass()] = x, gradient
 
     def multiply(self, given: Tensor) -> Tensor:
         """Return the gradient of the weight, given what else has arrived for it."""
-        found, self._found = self._found, None
-        # A pass that asks for the gradients of inputs alone leaves its factors behind.
-        if found is None or found[-1] != number_of_backward_pass():
-            return given
-        late = self.product(*found[:2])
+        found = self._found.pop(number_of_backward_pass(), None)
         # The zeros of `_Multiply` have no memory. A derivative of the backward pass adds to them.
-        return late if not any(given.stride()) else late + given
+        is_added = any(given.stride())
+        assert found is not None or is_added, "the factors of a gradient are lost"
+        if found is None:
+            return given
+        late = self.product(*found)
+        return late + given if is_added else late
 
     def product(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the weight from an input and the gradient of its product."""
@@ -72,12 +74,15 @@ class _Multiply(torch.autograd.Function):
         return F.linear(x, weight.T if factors.is_transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x, weight), factors = ctx.saved_tensors, ctx.factors
         needs_input, _, needs_bias, _ = ctx.needs_input_grad
         of_input = gradient @ (weight.T if factors.is_transposed else weight) if needs_input else None
         of_bias = gradient.sum(0) if needs_bias else None
-        # Factors with a graph of their own would keep themselves alive, and nothing is posted then.
+        if not will_run(ctx.next_functions[1][0]):
+            return of_input, None, of_bias, None
+        # With `create_graph` nothing is posted, and factors with a graph of their own would keep
+        # themselves alive.
         if torch.is_grad_enabled() or not factors.are_awaited:
             return of_input, factors.product(x, gradient), of_bias, None
         factors.keep(x, gradient)
@@ -88,31 +93,39 @@ class LateWeight:
     """Mixin for a sharded projection, whose weight may get its gradient late.
 
     Attributes:
-        entrance: of the block that reads the same input; None if the gradient is never late.
-        bias_is_full: whether the bias is added to a sum over tp.
+        reads_entrance: whether its input is what enters its block.
+        entrance: of the block; None if the gradient is never late.
         product: multiplies by the shard.
         is_transposed: whether the weight is (in, out).
     """
 
+    reads_entrance = False
     entrance: "Entrance | None" = None
-    bias_is_full: bool
     product: Product
     is_transposed: ClassVar[bool]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply an input (batch, seq, in) by the weight, and add a bias."""
         entrance = None if torch.compiler.is_compiling() else self.entrance
-        if entrance is None or not entrance.has_posted(self):
+        if entrance is None or not self.may_be_late(x):
             return self.product(x, local_tensor(self.weight), bias)  # type: ignore[attr-defined]
         weight, factors = entrance.take(self)
-        rows: Tensor = _Multiply.apply(x.flatten(0, -2), weight, bias, factors)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Multiply.apply(x.reshape(-1, x.shape[-1]), weight, bias, factors)  # type: ignore[no-untyped-call]
         return rows_as(rows, (*x.shape[:-1], rows.shape[-1]))
 
-    def may_be_late(self) -> bool:
-        """Return whether the weight trains, and the product is that of its class."""
+    def may_be_late(self, x: Tensor) -> bool:
+        """Return whether the gradient may be late in a product with `x`.
+
+        The weight must train, and the product be that of its class.
+        """
         weight: Any = self.weight  # type: ignore[attr-defined]
-        is_own = "product" not in vars(self)
-        return is_own and not self.bias_is_full and isinstance(weight, DTensor) and weight.requires_grad
+        trains = torch.is_grad_enabled() and isinstance(weight, DTensor) and weight.requires_grad
+        return trains and "product" not in vars(self) and not _is_autocast(x)
+
+
+def _is_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Entrance:
@@ -126,16 +139,16 @@ class Entrance:
     def __init__(self, region: Region, block: nn.Module) -> None:
         self._region, self._block = region, block
         self._projections: list[LateWeight] | None = None
-        # For the projections of the latest pass. None: there was a product.
-        self._ready: dict[LateWeight, tuple[Tensor, _Factors] | None] = {}
+        # For the projections of the latest pass that have had no product.
+        self._ready: dict[LateWeight, tuple[Tensor, _Factors]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the full hidden states for the projections."""
         if torch.compiler.is_compiling() or not self._region.posts_sums:
             return self._region.enter(x)
         self._ready.clear()
-        projections = self._late() if torch.is_grad_enabled() and x.requires_grad else []
-        if not projections or torch.is_autocast_enabled(x.device.type):
+        projections = self._late(x) if x.requires_grad else []
+        if not projections:
             return self._region.enter(x)
         x = await_posted(x)
         for projection in projections:
@@ -143,25 +156,21 @@ class Entrance:
             self._ready[projection] = local_in_graph(projection.weight, factors.multiply), factors  # type: ignore[attr-defined]
         return self._region.enter(x, posts=True)
 
-    def has_posted(self, projection: LateWeight) -> bool:
-        """Return whether the gradient of a projection is late in the latest pass."""
-        return projection in self._ready
-
     def take(self, projection: LateWeight) -> tuple[Tensor, _Factors]:
         """Return the local weight of a projection for one product, and where its factors go.
 
-        After the first product, the gradients of others are computed at once. They keep the same
-        tensors, as a checkpoint inside the block demands, whose recomputation has no entrance.
+        Only the first product after the entrance has a late gradient. Others keep the same tensors,
+        as a checkpoint inside the block demands, whose recomputation has no entrance.
         """
-        ready, self._ready[projection] = self._ready[projection], None
-        if ready is not None:
+        if (ready := self._ready.pop(projection, None)) is not None:
             return ready
         factors = _Factors(is_transposed=projection.is_transposed, are_awaited=False)
         return local_tensor(projection.weight), factors  # type: ignore[attr-defined]
 
-    def _late(self) -> list[LateWeight]:
+    def _late(self, x: Tensor) -> list[LateWeight]:
         if self._projections is None:
-            self._projections = [it for it in self._block.modules() if isinstance(it, LateWeight)]
+            modules = self._block.modules()
+            self._projections = [it for it in modules if isinstance(it, LateWeight) and it.reads_entrance]
             for it in self._projections:
                 it.entrance = self
-        return [it for it in self._projections if it.may_be_late()]
+        return [it for it in self._projections if it.may_be_late(x)]

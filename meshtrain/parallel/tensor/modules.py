@@ -31,6 +31,7 @@ class ShardedLinear(nn.Linear, LateWeight):
 
     enter: Edge
     leave: Edge
+    bias_is_full: bool
     product: Product = staticmethod(F.linear)
     is_transposed = False
 
@@ -124,6 +125,7 @@ class ShardedConv1D(Conv1D, LateWeight):
 
     enter: Edge
     leave: Edge
+    bias_is_full: bool
     product: Product = staticmethod(_transposed_linear)
     is_transposed = True
 

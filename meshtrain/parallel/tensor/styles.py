@@ -84,6 +84,7 @@ class _Colwise(AppliedStyle):
         module.enter = identity if self.context.entered else Entrance(self.region, module)  # type: ignore[assignment]
         module.leave = self._leave(outputs)  # type: ignore[assignment]
         module.bias_is_full = False  # type: ignore[assignment]
+        module.reads_entrance = True  # type: ignore[assignment]
         return module
 
     def _leave(self, outputs: int) -> Edge:
