@@ -364,6 +364,19 @@ def test_shared_heads_need_as_many_heads_in_each_layer_as_the_configuration_says
     )
 
 
+def test_parameters_of_a_block_that_shares_its_input_need_rules_that_shard_them() -> None:
+    model = meta_model("gpt_oss", "eager", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    plan = resolve_plan(make_plan("gpt_oss", mesh={"tp": 2}), model, BATCH, 2)
+    attention = "model.layers.*.self_attn"
+    for changes in ({}, {f"{attention}.sinks": "replicate"}):
+        styles = {name: style for name, style in plan.tensor.styles.items() if not name.endswith(".sinks")} | changes
+        changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+        assert problems(changed, model) == (
+            f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks; add one, such as "
+            f"\"{attention}.sinks\" = 'colwise'",
+        )
+
+
 def test_wrong_styles_of_single_parameters_are_refused() -> None:
     model = meta_model("mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
     plan, experts = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2), "model.layers.*.mlp.experts"
@@ -373,8 +386,8 @@ def test_wrong_styles_of_single_parameters_are_refused() -> None:
         return problems(plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})}), model)
 
     needs = (
-        "but a rule for a parameter needs its module to be one of local_params, moe_tp_experts; give the module such "
-        "a rule, or leave this one out"
+        "but a rule for a parameter needs its module to be one of shared_input, local_params, moe_tp_experts; give the "
+        "module such a rule, or leave this one out"
     )
     assert message(**{"": "replicate"}) == (
         f"tensor.styles: {experts}.gate_up_proj is 'colwise', {needs}",

@@ -7,6 +7,8 @@ import pytest
 from meshtrain.verify.case import ProofCase
 from tests.parallel.test_context import CONTIGUOUS, GATHERED, assert_proven, case_of
 
+# Eight processes on two cores take minutes.
+pytestmark = pytest.mark.timeout(1200)
 # Learned positions, windows, softcaps, sinks, and routers.
 OVER_CP = ("gpt2", "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe")
 OVER_EP = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -46,4 +48,4 @@ def test_beside_another_axis_they_compute_what_one_process_does(
     mesh = {axis: degree, **other}
     tables = FULL | ({"context": GATHERED} if axis == "cp" else {})
     cases = [*cases_of(model_type, mesh), *cases_of(model_type, mesh, **tables)]
-    assert_proven([*cases, *(cases_of(model_type, mesh, **SPLIT) if "tp" in mesh else [])])
+    assert_proven([*cases, *(cases_of(model_type, mesh, **tables, **SPLIT) if "tp" in mesh else [])])

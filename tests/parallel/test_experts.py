@@ -49,6 +49,8 @@ def test_ep_beside_another_axis_computes_what_one_process_does(mesh: dict[str, i
         case_of("mixtral", both, tensor=split),
         case_of("deepseek_v3", both, tensor=split, recompute={"mode": "full"}),
     ]
+    if "tp" in mesh:
+        cases.append(case_of("gpt_oss", both, attention="eager", tensor=split))
     if "pp" in mesh:
         two = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
         cases += [case_of("gpt_oss", both, attention="eager"), case_of("qwen3_moe", both, pipeline=two)]

@@ -95,13 +95,14 @@ FLAGS = [
     Family("cohere", {"use_qk_norm": True}, {"sequence_parallel": True}),
     Family("stablelm", {"qk_layernorm": True}, {"sequence_parallel": True}),
 ]
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOES = [
     *(Family("mixtral", MIXTRAL, {"experts": experts}) for experts in ("tensor", "expert")),
     *(Family("qwen3_moe", {**EXPERTS, "num_experts": 4}, {"experts": experts}) for experts in ("tensor", "expert")),
     *(Family("deepseek_v3", DEEPSEEK, {"experts": experts}) for experts in ("tensor", "expert")),
     Family("deepseek_v2", DEEPSEEK),
     Family("granite_swa"),
-    Family("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    *(Family("gpt_oss", GPT_OSS, {"experts": experts}) for experts in ("tensor", "expert")),
     Family("inkling_text", INKLING),
 ]
 # With the experts implementation of runs, routing to other processes is skipped, not looped.
@@ -110,7 +111,7 @@ GROUPED = [
     for model_type, config in (
         ("mixtral", MIXTRAL),
         ("qwen3_moe", {**EXPERTS, "num_experts": 4}),
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("gpt_oss", GPT_OSS),
     )
     for experts in ("tensor", "expert")
     for implementation in ("grouped_mm", "batched_mm")
@@ -122,6 +123,8 @@ TOGETHER = [
     Family("falcon", OLD_FALCON, PARTS),
     Family("mixtral", MIXTRAL, {**PARTS, "experts": "expert"}),
     Family("deepseek_v2", DEEPSEEK, PARTS),
+    Family("granite_swa", {}, PARTS),
+    Family("gpt_oss", GPT_OSS, PARTS),
     Family("opt", {}, {"loss_parallel": False}),
 ]
 GEMMA3N = {"num_kv_shared_layers": 0}

@@ -102,7 +102,7 @@ def apply_tensor_parallel(
             continue
         context, row = context_of(name, module), STYLES[style]
         parallelize_module(module, mesh, row.apply(context))
-        partial = row.partial_parameters(module, is_split=context.region.sequence_parallel)
+        partial = row.partial_parameters(module, context)
         summed_over_tp |= {f"{name}.{kind}" for kind in partial}
     summed_over_tp |= shard_adapters(stage.model, adapters, mesh, context_of)
     apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())

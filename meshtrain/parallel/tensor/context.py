@@ -61,6 +61,18 @@ class AppliedStyle(ModuleStyle):
                 module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
 
 
+def full_biases(name: str, module: nn.Module, dims: Mapping[str, int]) -> list[str]:
+    """Return the names, inside of stacked experts, of their biases that no rule shards.
+
+    Args:
+        name: of the module.
+        module: the experts.
+        dims: name of a sharded parameter -> the dimension that is sharded over tp.
+    """
+    own = (kind for kind, _ in module.named_parameters(recurse=False))
+    return [kind for kind in own if kind.endswith("bias") and f"{name}.{kind}" not in dims]
+
+
 def change_input(change: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Change the hidden states that a module receives: a forward pre-hook with `change` bound."""
     if args:

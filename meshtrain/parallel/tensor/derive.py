@@ -36,6 +36,7 @@ from meshtrain.parallel.tensor.rules import (
     match_rules,
     name_of,
     rule_names,
+    shards_parameter,
     unchecked_rules,
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
@@ -46,6 +47,7 @@ from meshtrain.parallel.tensor.styles import STYLES
 PACKED = ("packed_colwise", "packed_rowwise")
 SUMMED: Style = "replicated_with_grad_allreduce"
 PER_HEAD: Style = "per_head"
+LOCAL: Style = "local_params"
 
 
 def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
@@ -255,6 +257,8 @@ def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tensor
         is_full = style in ("replicate", "sequence_parallel", "whole_sequence") and name.startswith(f"{layers}.")
         if as_pattern(name) not in unentered:
             corrected[name] = SUMMED if is_full and as_pattern(name) in partial and not unentered else style
+        elif any(True for _ in model.get_submodule(name).parameters(recurse=False)):
+            corrected[name] = LOCAL
     return corrected
 
 
@@ -359,9 +363,14 @@ def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
 
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the style of a part of a layer, by name: a norm, a projection, or a block of these."""
-    if not any(True for _ in module.parameters()) or styles.get(name, "replicate") != "replicate":
+    style = styles.get(name, "replicate")
+    if not any(True for _ in module.parameters()) or style not in ("replicate", LOCAL):
         return {}
-    if name in styles:
+    if style == LOCAL:
+        own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
+        if not all(shards_parameter(styles.get(it)) for it in own):
+            return {}
+    elif name in styles:
         # A norm or a projection works on each position alone, so a part of the sequence suffices.
         if not any(True for _ in module.children()):
             alone = is_projection(module) or works_on_positions(module)
@@ -370,7 +379,7 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
     inside = [STYLES[style] for below, style in styles.items() if below.startswith(f"{name}.")]
     if all(row.works_on_part for row in inside) and any(row.shards == "outputs" for row in inside):
         return {name: "shared_input"}
-    return {name: "whole_sequence"}
+    return {} if style == LOCAL else {name: "whole_sequence"}
 
 
 def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

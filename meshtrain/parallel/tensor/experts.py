@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.transformers import leave_out_experts, loops_over_experts
 from meshtrain.parallel.tensor.collectives import copy_to_shards, reduce_from_shards
-from meshtrain.parallel.tensor.context import AppliedStyle, Inputs, change_output
+from meshtrain.parallel.tensor.context import AppliedStyle, Inputs, change_output, full_biases
 from meshtrain.parallel.tensor.modules import see_local_parameters
 from meshtrain.parallel.tensor.probes import skips_index_past_end
 
@@ -18,20 +18,28 @@ class LocalParams(AppliedStyle):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.shard_parameters(module, mesh)
-        see_local_parameters(module)
+        see_local_parameters(module, self._added_elsewhere(module))
         return module
+
+    def _added_elsewhere(self, module: nn.Module) -> list[str]:
+        return []
 
 
 class Experts(LocalParams):
     """Stacked experts are sharded.
 
-    All processes receive all tokens and routing weights, and their results are summed.
+    All processes receive all tokens and routing weights, and their results are summed. The first
+    process adds the biases that are not sharded.
     """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(partial(change_output, self._leave))
         return super().apply(module, mesh)
+
+    def _added_elsewhere(self, module: nn.Module) -> list[str]:
+        is_first = self.region.group.rank() == 0
+        return [] if is_first else full_biases(self.context.name, module, self.context.sharded_dims)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}

@@ -261,6 +261,7 @@ class _Pass:
                     self.parts.add_sharded(parameter, below)
                 set_forward(module, stub)
             elif kind == "shared input":
+                self._take_own_parameters(below, module)
                 set_forward(module, partial(self._enter, module.forward))
             elif kind == "parameters":
                 self._take_own_parameters(below, module)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import parameter_table
+from meshtrain.parallel.tensor.context import full_biases
 from meshtrain.parallel.tensor.head_share import Heads, heads_of, local_value, uneven_heads
 from meshtrain.parallel.tensor.modules import slices_of, width_of
 from meshtrain.parallel.tensor.requirements import attention_of
@@ -56,6 +58,20 @@ def take_own_parameters(name: str, module: nn.Module, dims: Mapping[str, int], r
     for kind, parameter in list(module.named_parameters(recurse=False)):
         if (dim := dims.get(f"{name}.{kind}")) is not None:
             table[kind] = nn.Parameter(parameter.detach().chunk(tp, dim)[rank], parameter.requires_grad)
+
+
+def drop_full_biases(name: str, module: nn.Module, dims: Mapping[str, int]) -> None:
+    """Replace the biases of stacked experts that another process adds by zeros, in place.
+
+    Args:
+        name: of the module.
+        module: with full parameters, or those of one process.
+        dims: name of a sharded parameter -> the dimension that is sharded.
+    """
+    table = parameter_table(module)
+    for kind in full_biases(name, module, dims):
+        bias = module.get_parameter(kind)
+        table[kind] = nn.Parameter(torch.zeros_like(bias), bias.requires_grad)
 
 
 def local_slices(

@@ -173,13 +173,21 @@ class ShardedEmbedding(nn.Embedding):
 
 
 class LocalParameters:
-    """Mixin for a module whose own parameters are DTensors: its stock forward sees local shards."""
+    """Mixin for a module whose own parameters are DTensors: its stock forward sees local shards.
+
+    Attributes:
+        added_elsewhere: names of the parameters that another process adds; they are zero here.
+    """
+
+    added_elsewhere: tuple[str, ...]
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on the local tensors of its own parameters."""
         parameters = parameter_table(self)
         stored = dict(parameters)
         local = {kind: local_tensor(value) for kind, value in stored.items() if value is not None}
+        # Every process has a gradient, so that none must tell the others that it has none.
+        local |= {kind: local[kind] * 0.0 for kind in self.added_elsewhere}
         parameters.update(local)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -260,9 +268,9 @@ def _own_indices(rank: int, tp: int, heads: Heads | None, count: int) -> Sequenc
     return range(first, first + max(1, count // tp))
 
 
-def see_local_parameters(module: nn.Module) -> None:
+def see_local_parameters(module: nn.Module, added_elsewhere: Sequence[str] = ()) -> None:
     """Mix `LocalParameters` into one module."""
-    mix_in(module, LocalParameters)
+    mix_in(module, LocalParameters, added_elsewhere=tuple(added_elsewhere))
 
 
 def become_sharded(module: nn.Module) -> None:

@@ -52,7 +52,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
     of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
     end = model.get_output_embeddings()
     head = None if end is None else name_of(model, end)
-    _raise_any(_bare_parameters(model, styles))
+    _raise_any(_bare_parameters(model, styles, of_parameters))
     _raise_any(_misplaced_head(head, styles))
     _raise_any(
         chain(
@@ -110,8 +110,12 @@ def rule_names(model: nn.Module) -> list[str]:
     These are all modules, and the parameters that are not called `weight` or `bias`.
     """
     modules = [name for name, _ in model.named_modules() if name]
-    parameters = [name for name, _ in model.named_parameters() if not name.endswith((".weight", ".bias"))]
-    return modules + parameters
+    return modules + [name for name, _ in model.named_parameters() if may_have_rule(name)]
+
+
+def may_have_rule(parameter: str) -> bool:
+    """Return whether a parameter may have a rule of its own."""
+    return not parameter.endswith((".weight", ".bias"))
 
 
 def is_module(model: nn.Module, name: str) -> bool:
@@ -161,11 +165,22 @@ def _raise_any(problems: Problems) -> None:
         raise PlanError(found)
 
 
-def _bare_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
+def _bare_parameters(model: nn.Module, styles: Mapping[str, Style], of_parameters: Mapping[str, Style]) -> Problems:
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        if owner not in styles or STYLES[styles[owner]].kind == "shared input":
+        is_block = owner in styles and STYLES[styles[owner]].kind == "shared input"
+        if owner not in styles or (is_block and not may_have_rule(name)):
             yield Problem(f"tensor.styles: no rule places the parameters of {as_pattern(owner)}", "add one")
+        elif is_block and not shards_parameter(of_parameters.get(name)):
+            yield Problem(
+                f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, and no rule shards its {as_pattern(name)}",
+                f"add one, such as \"{as_pattern(name)}\" = 'colwise'",
+            )
+
+
+def shards_parameter(style: Style | None) -> bool:
+    """Return whether the rule of a single parameter shards it."""
+    return style is not None and STYLES[style].is_for_parameters and STYLES[style].shards is not None
 
 
 def _misplaced_head(head: str | None, styles: Mapping[str, Style]) -> Problems:

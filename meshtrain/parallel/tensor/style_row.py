@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext
+from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext, full_biases
 from meshtrain.parallel.tensor.requirements import Requirement, require_nothing
 
 StyleKind = Literal["replica", "projection", "lookup", "parameters", "experts", "shared input", "full sequence"]
@@ -56,6 +56,8 @@ class StyleRow:
             to columns, B stays full. `rotary key`: not at all; the gradient of the last outputs of
             B is summed. None: there can be none.
         has_parameter_rules: whether the module's own parameters can have rules.
+        adds_full_biases_once: whether one process adds the biases that are not sharded, because the
+            results of the processes are summed.
         is_for_parameters: whether a single parameter of such a module can have this style.
         is_for_head: whether the head of a causal LM can have this style.
         transformers: names that mean this style in the plans of transformers.
@@ -76,6 +78,7 @@ class StyleRow:
     needs_full_sequence: bool = False
     adapter: Literal["columns", "rows", "vocabulary", "full", "shared", "rotary key"] | None = None
     has_parameter_rules: bool = False
+    adds_full_biases_once: bool = False
     is_for_parameters: bool = False
     is_for_head: bool = False
     transformers: tuple[str, ...] = ()
@@ -100,16 +103,19 @@ class StyleRow:
         """Whether a process works on its part of the heads or of a width, and no other part."""
         return self.takes_cut or self.gives_cut or self.gradients == "partial"
 
-    def partial_parameters(self, module: nn.Module, *, is_split: bool) -> list[str]:
+    def partial_parameters(self, module: nn.Module, context: ModuleContext) -> list[str]:
         """Return the names, inside the module, of the parameters with partial gradients.
 
         Args:
             module: of this style.
-            is_split: whether hidden states around it are split along the sequence.
+            context: of the module.
         """
+        is_split = context.region.sequence_parallel
         if self.gradients == "partial":
             return [kind for kind, _ in module.named_parameters(recurse=False)]
         if self.gradients == "partial if split" and is_split:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
+        if self.adds_full_biases_once:
+            return full_biases(context.name, module, context.sharded_dims)
         has_bias = getattr(module, "bias", None) is not None
         return ["bias"] if self.gradients == "bias partial if split" and is_split and has_bias else []

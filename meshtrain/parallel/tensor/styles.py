@@ -20,7 +20,7 @@ from meshtrain.parallel.tensor.collectives import (
 from meshtrain.parallel.tensor.context import AppliedStyle, change_input, change_output
 from meshtrain.parallel.tensor.experts import ExpertParallel, Experts, LocalParams
 from meshtrain.parallel.tensor.late_gradients import Entrance
-from meshtrain.parallel.tensor.modules import become_sharded
+from meshtrain.parallel.tensor.modules import become_sharded, see_local_parameters
 from meshtrain.parallel.tensor.own_heads import OwnHeads, OwnHeadsRowwise, PerHead, ReplicatedHeads
 from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.requirements import (
@@ -43,9 +43,15 @@ class _Replicate(AppliedStyle):
 
 
 class _SharedInput(AppliedStyle):
-    """The input of a block is made full once for all its projections, instead of once in each."""
+    """The input of a block is made full once for all its projections, instead of once in each.
+
+    Parameters of the block itself, such as attention sinks, are sharded.
+    """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if any(True for _ in module.parameters(recurse=False)):
+            self.shard_parameters(module, mesh)
+            see_local_parameters(module)
         module.register_forward_pre_hook(partial(change_input, Entrance(self.region, module)), with_kwargs=True)
         return module
 
@@ -307,8 +313,12 @@ STYLES: dict[Style, StyleRow] = {
     "shared_input": StyleRow(
         apply=_SharedInput,
         used_for="attention, MLP",
-        effect=("The input is gathered once for all projections: 4 collectives per layer and microbatch, not 7."),
+        effect=(
+            "The input is gathered once for all projections: 4 collectives per layer and microbatch, not 7. "
+            "Parameters of the block itself (attention sinks) need rules that shard them."
+        ),
         kind="shared input",
+        has_parameter_rules=True,
     ),
     "whole_sequence": StyleRow(
         apply=_WholeSequence,
@@ -351,10 +361,11 @@ STYLES: dict[Style, StyleRow] = {
     "moe_tp_experts": StyleRow(
         apply=Experts,
         used_for="experts",
-        effect="Each expert is sharded over tp.",
+        effect="Each expert is sharded over tp. One process adds the biases that no rule shards.",
         kind="experts",
         needs_full_sequence=True,
         has_parameter_rules=True,
+        adds_full_biases_once=True,
         transformers=("moe_tp_experts",),
     ),
     "expert_parallel": StyleRow(

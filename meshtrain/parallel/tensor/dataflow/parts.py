@@ -20,7 +20,7 @@ from meshtrain.compat.autograd import tensors_in
 from meshtrain.compat.nn import set_forward
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
-from meshtrain.parallel.tensor.heads import apply_local_heads, local_slices, take_own_parameters
+from meshtrain.parallel.tensor.heads import apply_local_heads, drop_full_biases, local_slices, take_own_parameters
 from meshtrain.parallel.tensor.modules import see_own_heads
 from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.style_row import StyleRow
@@ -113,6 +113,8 @@ def _become_rank(
             set_forward(module, partial(_replay, name, calls, *slices))
         elif row.has_parameter_rules:
             take_own_parameters(name, module, rules.sharded_dims, rank, tp)
+            if row.adds_full_biases_once and rank > 0:
+                drop_full_biases(name, module, rules.sharded_dims)
             if row.kind == "experts":
                 set_forward(module, partial(_collect, module.forward, iter(whole.returned[name]), results[name]))
         elif row.own_heads:
