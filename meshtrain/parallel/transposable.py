@@ -95,7 +95,7 @@ class _Posted:
     """The sums that are posted and not awaited.
 
     A backward pass that ends with an exception leaves its sums. torch would keep their memory until
-    somebody waits for them.
+    somebody waits for them. A pass that runs inside another waits for the sums of that one early.
     """
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class _Posted:
     def add(self, posted: Tensor) -> Tensor:
         """Add a sum of the running backward pass, and return it. Wait for those of other passes."""
         number = number_of_backward_pass()
-        for other, left in self._sums:
-            if other != number:
-                operators.wait_tensor(left)
-        self._sums = [(number, it) for other, it in self._sums if other == number] + [(number, posted)]
+        left = [it for other, it in self._sums if other != number]
+        self._sums = [*(it for it in self._sums if it[0] == number), (number, posted)]
+        for it in left:
+            operators.wait_tensor(it)
         return posted
 
     def wait(self, posted: Tensor) -> None:

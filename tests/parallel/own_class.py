@@ -19,30 +19,57 @@ class OwnConfig(PretrainedConfig):
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
 
-class SoftmaxMixer(nn.Module):
-    """Attention with a scale of its own for each head, and keys that all heads share."""
+class Core(nn.Module):
+    """Attention after its projections, with a scale of its own for each head."""
 
     def __init__(self, config: OwnConfig) -> None:
         super().__init__()
         self.count, self.twin = config.num_attention_heads, config.twin
         self.size = config.hidden_size // self.count
-        self.asks = nn.Linear(config.hidden_size, config.hidden_size)
-        self.offers = nn.Linear(config.hidden_size, self.size, bias=False)
-        self.gives = nn.Linear(config.hidden_size, config.hidden_size)
         self.binds = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.scale = nn.Parameter(torch.linspace(0.5, 2.0, self.count))
         self.blend = nn.Parameter(torch.eye(self.count) + 0.1) if self.twin == "mix across heads" else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, length, _ = hidden.shape
-        queries = self.asks(hidden).view(batch, length, self.count, self.size).transpose(1, 2)
-        values = self.gives(hidden).view(batch, length, self.count, self.size).transpose(1, 2)
-        scores = queries @ self.offers(hidden)[:, None].transpose(2, 3) * self.scale[:, None, None]
-        mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        batch, length, _ = queries.shape
+        queries = queries.view(batch, length, self.count, self.size).transpose(1, 2)
+        values = values.view(batch, length, self.count, self.size).transpose(1, 2)
+        scores = queries @ keys[:, None].transpose(2, 3) * self.scale[:, None, None]
+        mask = torch.ones(length, length, dtype=torch.bool, device=queries.device).tril()
         mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
         if self.blend is not None:
             mixed = torch.einsum("bhtd,hg->bgtd", mixed, self.blend)
         return self.binds(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.attend(queries, keys, values)
+
+
+class SoftmaxMixer(Core):
+    """Attention with keys that all heads share."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.asks = nn.Linear(config.hidden_size, config.hidden_size)
+        self.offers = nn.Linear(config.hidden_size, self.size, bias=False)
+        self.gives = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.attend(self.asks(hidden), self.offers(hidden), self.gives(hidden))
+
+
+class MixerAroundCore(nn.Module):
+    """The same, but the core is a module inside."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__()
+        self.core = Core(config)
+        self.asks = nn.Linear(config.hidden_size, config.hidden_size)
+        self.offers = nn.Linear(config.hidden_size, self.core.size, bias=False)
+        self.gives = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.core(self.asks(hidden), self.offers(hidden), self.gives(hidden))
 
 
 class SumMixer(nn.Module):
@@ -80,11 +107,14 @@ class OwnLayer(nn.Module):
     def __init__(self, config: OwnConfig, index: int) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(config.hidden_size), nn.LayerNorm(config.hidden_size)
-        self.mixer = SumMixer(config) if index % 2 else SoftmaxMixer(config)
+        softmax = MixerAroundCore if config.twin == "core" else SoftmaxMixer
+        self.mixer = SumMixer(config) if index % 2 else softmax(config)
         self.wide = OddMLP(config)
+        self.by_name = config.twin == "by name"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = hidden_states + self.mixer(self.before(hidden_states))
+        normed = self.before(hidden_states)
+        hidden_states = hidden_states + (self.mixer(hidden=normed) if self.by_name else self.mixer(normed))
         return hidden_states + self.wide(self.between(hidden_states))
 
 

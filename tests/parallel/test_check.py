@@ -372,8 +372,8 @@ def test_parameters_of_a_block_that_shares_its_input_need_rules_that_shard_them(
         styles = {name: style for name, style in plan.tensor.styles.items() if not name.endswith(".sinks")} | changes
         changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
         assert problems(changed, model) == (
-            f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks; add one, such as "
-            f"\"{attention}.sinks\" = 'colwise'",
+            f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks; make that "
+            f"'colwise', or {attention} 'local_params'",
         )
 
 

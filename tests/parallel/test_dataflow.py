@@ -151,9 +151,20 @@ def test_what_mixes_blocks_stays_whole(twin: str, whole: set[str]) -> None:
     assert not {part for pattern in styles for part in pattern.split(".")} & whole
 
 
-def train_own(mesh: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize(
+    ("twin", "style"), [("", "shared_input"), ("by name", "local_params"), ("core", "whole_sequence")]
+)
+def test_a_block_shares_its_input_where_that_reaches_all_of_it(twin: str, style: str) -> None:
+    plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own(twin)))
+    styles = plan.tensor.styles
+    # If all mixers have the same style, the rule is for all layers.
+    assert styles.get("stack.0.mixer", styles.get("stack.*.mixer")) == style
+    assert styles.get("stack.0.mixer.core", "local_params") == "local_params"
+
+
+def train_own(mesh: dict[str, int], twin: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of three steps, and the parameters that this process holds."""
-    model: Any = make_own()
+    model: Any = make_own(twin)
     if mesh:
         model = meshtrain.parallelize(model, {"mesh": mesh}, prove_unknown_class=False)
     optimizer = make_adam(model)
@@ -173,11 +184,15 @@ def train_own(mesh: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor
     return losses, {name: value.clone() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_own_class_trains_like_the_stock_model(mesh: dict[str, int]) -> None:
-    losses, parameters = train_own({})
+@pytest.mark.parametrize(
+    ("mesh", "twin"),
+    [({"tp": 2}, ""), ({"pp": 2}, ""), ({"pp": 2, "tp": 2}, ""), ({"tp": 2}, "by name"), ({"tp": 2}, "core")],
+    ids=str,
+)
+def test_own_class_trains_like_the_stock_model(mesh: dict[str, int], twin: str) -> None:
+    losses, parameters = train_own({}, twin)
     held: set[str] = set()
-    for found, own in run_on_ranks(2 * len(mesh), train_own, mesh):
+    for found, own in run_on_ranks(2 * len(mesh), train_own, mesh, twin):
         assert found == pytest.approx(losses, rel=1e-12)
         for name, value in own.items():
             torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)

@@ -112,7 +112,7 @@ def shard(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
             module.register_parameter(kind, nn.Parameter(shards))
         become_sharded(module)
         module.enter = module.leave = identity
-        module.bias_is_full, module.reads_entrance = False, True
+        module.bias_is_full, module.is_columnwise = False, True
     block.register_forward_pre_hook(lambda _, args: (entrance(args[0]), *args[1:]))
     block.entrance = entrance
     return block

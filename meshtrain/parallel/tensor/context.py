@@ -61,16 +61,23 @@ class AppliedStyle(ModuleStyle):
                 module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
 
 
-def full_biases(name: str, module: nn.Module, dims: Mapping[str, int]) -> list[str]:
-    """Return the names, inside of stacked experts, of their biases that no rule shards.
+def full_parameters(name: str, module: nn.Module, dims: Mapping[str, int]) -> list[str]:
+    """Return the names, inside a module, of its own parameters that are not sharded.
 
     Args:
         name: of the module.
-        module: the experts.
+        module: with parameters of its own.
         dims: name of a sharded parameter -> the dimension that is sharded over tp.
     """
-    own = (kind for kind, _ in module.named_parameters(recurse=False))
-    return [kind for kind in own if kind.endswith("bias") and f"{name}.{kind}" not in dims]
+    return [kind for kind, _ in module.named_parameters(recurse=False) if f"{name}.{kind}" not in dims]
+
+
+def full_biases(name: str, module: nn.Module, dims: Mapping[str, int]) -> list[str]:
+    """Return those that stacked experts add to results which are then summed over tp.
+
+    Their names end with `bias`. Others, such as scales, are factors, which every process needs.
+    """
+    return [kind for kind in full_parameters(name, module, dims) if kind.endswith("bias")]
 
 
 def change_input(change: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -246,11 +246,15 @@ def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPla
 def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
     """Return the styles with what shows only when the blocks that share an input are known.
 
-    A block is none if a projection inside has another input. A module is summed if its results
-    meet the heads of one process (the norm of a key that all heads share).
+    A block is none if a projection inside has another input, or if the layers do not run with
+    blocks, which get their input by position or as `hidden_states`. It may still have parameters of
+    its own. A module is summed if its results meet the heads of one process (the norm of a key that
+    all heads share).
     """
     flow = _follow(model, styles, plan, tp)
-    unentered, partial = ({as_pattern(name) for name in found} for found in (flow.unentered, flow.partial))
+    blocks = [name for name, style in styles.items() if style == "shared_input"]
+    not_entered = flow.unentered if flow.failure is None else blocks
+    unentered, partial = ({as_pattern(name) for name in found} for found in (not_entered, flow.partial))
     layers = find_layers(model)[0]
     corrected: dict[str, Style] = {}
     for name, style in styles.items():
@@ -364,10 +368,10 @@ def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the style of a part of a layer, by name: a norm, a projection, or a block of these."""
     style = styles.get(name, "replicate")
+    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
     if not any(True for _ in module.parameters()) or style not in ("replicate", LOCAL):
         return {}
     if style == LOCAL:
-        own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
         if not all(shards_parameter(styles.get(it)) for it in own):
             return {}
     elif name in styles:
@@ -376,7 +380,7 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
             alone = is_projection(module) or works_on_positions(module)
             return {name: "sequence_parallel"} if alone else {}
         return {name: "whole_sequence"}
-    inside = [STYLES[style] for below, style in styles.items() if below.startswith(f"{name}.")]
+    inside = [STYLES[it] for below, it in styles.items() if below.startswith(f"{name}.") and below not in own]
     if all(row.works_on_part for row in inside) and any(row.shards == "outputs" for row in inside):
         return {name: "shared_input"}
     return {} if style == LOCAL else {name: "whole_sequence"}

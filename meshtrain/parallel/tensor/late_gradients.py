@@ -93,13 +93,13 @@ class LateWeight:
     """Mixin for a sharded projection, whose weight may get its gradient late.
 
     Attributes:
-        reads_entrance: whether its input is what enters its block.
+        is_columnwise: whether its outputs are sharded, so that its input enters a block or itself.
         entrance: of the block; None if the gradient is never late.
         product: multiplies by the shard.
         is_transposed: whether the weight is (in, out).
     """
 
-    reads_entrance = False
+    is_columnwise = False
     entrance: "Entrance | None" = None
     product: Product
     is_transposed: ClassVar[bool]
@@ -170,7 +170,7 @@ class Entrance:
     def _late(self, x: Tensor) -> list[LateWeight]:
         if self._projections is None:
             modules = self._block.modules()
-            self._projections = [it for it in modules if isinstance(it, LateWeight) and it.reads_entrance]
+            self._projections = [it for it in modules if isinstance(it, LateWeight) and it.is_columnwise]
             for it in self._projections:
                 it.entrance = self
         return [it for it in self._projections if it.may_be_late(x)]

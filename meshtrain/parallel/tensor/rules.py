@@ -174,7 +174,7 @@ def _bare_parameters(model: nn.Module, styles: Mapping[str, Style], of_parameter
         elif is_block and not shards_parameter(of_parameters.get(name)):
             yield Problem(
                 f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, and no rule shards its {as_pattern(name)}",
-                f"add one, such as \"{as_pattern(name)}\" = 'colwise'",
+                f"make that 'colwise', or {as_pattern(owner)} 'local_params'",
             )
 
 

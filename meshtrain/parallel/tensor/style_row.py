@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext, full_biases
+from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext, full_parameters
 from meshtrain.parallel.tensor.requirements import Requirement, require_nothing
 
 StyleKind = Literal["replica", "projection", "lookup", "parameters", "experts", "shared input", "full sequence"]
@@ -56,8 +56,8 @@ class StyleRow:
             to columns, B stays full. `rotary key`: not at all; the gradient of the last outputs of
             B is summed. None: there can be none.
         has_parameter_rules: whether the module's own parameters can have rules.
-        adds_full_biases_once: whether one process adds the biases that are not sharded, because the
-            results of the processes are summed.
+        sums_parts: whether the results of the processes are summed, so that one process adds the
+            biases that no rule shards, and gradients of full parameters are partial.
         is_for_parameters: whether a single parameter of such a module can have this style.
         is_for_head: whether the head of a causal LM can have this style.
         transformers: names that mean this style in the plans of transformers.
@@ -78,7 +78,7 @@ class StyleRow:
     needs_full_sequence: bool = False
     adapter: Literal["columns", "rows", "vocabulary", "full", "shared", "rotary key"] | None = None
     has_parameter_rules: bool = False
-    adds_full_biases_once: bool = False
+    sums_parts: bool = False
     is_for_parameters: bool = False
     is_for_head: bool = False
     transformers: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class StyleRow:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
         if self.gradients == "partial if split" and is_split:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
-        if self.adds_full_biases_once:
-            return full_biases(context.name, module, context.sharded_dims)
+        if self.sums_parts:
+            return full_parameters(context.name, module, context.sharded_dims)
         has_bias = getattr(module, "bias", None) is not None
         return ["bias"] if self.gradients == "bias partial if split" and is_split and has_bias else []

@@ -90,7 +90,7 @@ class _Colwise(AppliedStyle):
         module.enter = identity if self.context.entered else Entrance(self.region, module)  # type: ignore[assignment]
         module.leave = self._leave(outputs)  # type: ignore[assignment]
         module.bias_is_full = False  # type: ignore[assignment]
-        module.reads_entrance = True  # type: ignore[assignment]
+        module.is_columnwise = True  # type: ignore[assignment]
         return module
 
     def _leave(self, outputs: int) -> Edge:
@@ -365,7 +365,7 @@ STYLES: dict[Style, StyleRow] = {
         kind="experts",
         needs_full_sequence=True,
         has_parameter_rules=True,
-        adds_full_biases_once=True,
+        sums_parts=True,
         transformers=("moe_tp_experts",),
     ),
     "expert_parallel": StyleRow(

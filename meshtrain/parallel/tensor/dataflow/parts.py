@@ -113,7 +113,7 @@ def _become_rank(
             set_forward(module, partial(_replay, name, calls, *slices))
         elif row.has_parameter_rules:
             take_own_parameters(name, module, rules.sharded_dims, rank, tp)
-            if row.adds_full_biases_once and rank > 0:
+            if row.sums_parts and rank > 0:
                 drop_full_biases(name, module, rules.sharded_dims)
             if row.kind == "experts":
                 set_forward(module, partial(_collect, module.forward, iter(whole.returned[name]), results[name]))
