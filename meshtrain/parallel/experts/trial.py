@@ -6,7 +6,9 @@ from transformers import PreTrainedModel
 from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
 from meshtrain.parallel.tiny_model import copies_must_run, tiny_model, tried_once
 
-ROWS, CHOICES, TOLERANCE = 6, 2, 1e-12
+ROWS, CHOICES = 6, 2
+# Some experts compute their activation in float32 (Beam). Others than sums differ far more.
+TOLERANCE = 1e-5
 
 
 @tried_once
