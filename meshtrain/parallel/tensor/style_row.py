@@ -56,8 +56,6 @@ class StyleRow:
             to columns, B stays full. `rotary key`: not at all; the gradient of the last outputs of
             B is summed. None: there can be none.
         has_parameter_rules: whether the module's own parameters can have rules.
-        sums_parts: whether the results of the processes are summed, so that one process adds the
-            biases that no rule shards, and gradients of full parameters are partial.
         is_for_parameters: whether a single parameter of such a module can have this style.
         is_for_head: whether the head of a causal LM can have this style.
         transformers: names that mean this style in the plans of transformers.
@@ -78,7 +76,6 @@ class StyleRow:
     needs_full_sequence: bool = False
     adapter: Literal["columns", "rows", "vocabulary", "full", "shared", "rotary key"] | None = None
     has_parameter_rules: bool = False
-    sums_parts: bool = False
     is_for_parameters: bool = False
     is_for_head: bool = False
     transformers: tuple[str, ...] = ()
@@ -115,7 +112,8 @@ class StyleRow:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
         if self.gradients == "partial if split" and is_split:
             return [kind for kind, _ in module.named_parameters(recurse=False)]
-        if self.sums_parts:
+        if self.kind == "experts":
+            # Their results are summed.
             return full_parameters(context.name, module, context.sharded_dims)
         has_bias = getattr(module, "bias", None) is not None
         return ["bias"] if self.gradients == "bias partial if split" and is_split and has_bias else []

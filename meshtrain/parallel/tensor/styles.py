@@ -365,7 +365,6 @@ STYLES: dict[Style, StyleRow] = {
         kind="experts",
         needs_full_sequence=True,
         has_parameter_rules=True,
-        sums_parts=True,
         transformers=("moe_tp_experts",),
     ),
     "expert_parallel": StyleRow(

@@ -113,9 +113,9 @@ def _become_rank(
             set_forward(module, partial(_replay, name, calls, *slices))
         elif row.has_parameter_rules:
             take_own_parameters(name, module, rules.sharded_dims, rank, tp)
-            if row.sums_parts and rank > 0:
-                drop_full_biases(name, module, rules.sharded_dims)
             if row.kind == "experts":
+                if rank > 0:
+                    drop_full_biases(name, module, rules.sharded_dims)
                 set_forward(module, partial(_collect, module.forward, iter(whole.returned[name]), results[name]))
         elif row.own_heads:
             see_own_heads(module, rank, tp, uneven_heads(model.config, tp))
