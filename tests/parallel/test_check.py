@@ -386,8 +386,8 @@ def test_wrong_styles_of_single_parameters_are_refused() -> None:
         return problems(plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})}), model)
 
     needs = (
-        "but a rule for a parameter needs its module to be one of shared_input, local_params, moe_tp_experts; give the "
-        "module such a rule, or leave this one out"
+        "but a rule for a parameter needs its module to be one of shared_input, whole_sequence, local_params, "
+        "moe_tp_experts; give the module such a rule, or leave this one out"
     )
     assert message(**{"": "replicate"}) == (
         f"tensor.styles: {experts}.gate_up_proj is 'colwise', {needs}",

@@ -468,7 +468,7 @@ def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         "--type",
         "gpt2",
         "--type",
-        "rwkv",
+        "ctrl",
         "--type",
         "blt",
         "--table",
@@ -476,15 +476,15 @@ def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     assert cli._exit_code(arguments) == 0
     assert "pipeline x sharding: proven are 2 of 3 model types (2 of 3 distinct classes)" in capsys.readouterr().out
-    gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
+    gpt2, ctrl, blt = table.read_text().splitlines()[-3:]
     reason = "refused: a blt configuration has no number of layers; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
-    assert blt.count(reason) == 3
+    assert blt.count(reason) == 4
     assert blt.endswith("| has no attention dropout | - |")
-    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | proven | - |"
-    split = "proven without sequence parallelism; refused: tensor.styles: rwkv.blocks.*.attention is"
-    assert rwkv.startswith(f"| rwkv | RwkvForCausalLM | proven | proven | {split}")
-    assert rwkv.endswith("| has no attention dropout | - |")
+    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | proven | has no stacked experts | proven | - |"
+    split = "proven without sequence parallelism; refused: tensor.sequence_parallel: not for a ctrl: its layers combine"
+    assert ctrl.startswith(f"| ctrl | CTRLLMHeadModel | proven | proven | {split}")
+    assert ctrl.endswith("| proven | has no stacked experts | has no attention dropout | - |")
 
 
 def casts_of_a_norm() -> tuple[torch.dtype, ...]:

@@ -52,6 +52,11 @@ class AppliedStyle(ModuleStyle):
         super().__init__()
         self.context, self.region = context, context.region
 
+    def shards_parameters(self, module: nn.Module) -> bool:
+        """Return whether the rules shard parameters of the module's own."""
+        own = (kind for kind, _ in module.named_parameters(recurse=False))
+        return any(f"{self.context.name}.{kind}" in self.context.sharded_dims for kind in own)
+
     def shard_parameters(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Shard the module's own parameters that the rules shard, in place."""
         for kind, parameter in list(module.named_parameters(recurse=False)):

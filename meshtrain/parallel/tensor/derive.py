@@ -331,7 +331,7 @@ def _blocks(name: str, module: nn.Module, styles: Mapping[str, Style]) -> Iterat
         apart = _apart(name, module, styles)
         found = found if apart is None else apart
     yield from found.items()
-    if found.get(name) == "whole_sequence" and name not in styles:
+    if found.get(name) == "whole_sequence" and styles.get(name) in (None, LOCAL):
         for child, inside in module.named_children():
             for below, style in _blocks(f"{name}.{child}", inside, styles):
                 if style == "shared_input":
@@ -367,23 +367,21 @@ def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
 
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the style of a part of a layer, by name: a norm, a projection, or a block of these."""
-    style = styles.get(name, "replicate")
-    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
-    if not any(True for _ in module.parameters()) or style not in ("replicate", LOCAL):
+    style = styles.get(name)
+    if not any(True for _ in module.parameters()) or style not in (None, "replicate", LOCAL):
         return {}
-    if style == LOCAL:
-        if not all(shards_parameter(styles.get(it)) for it in own):
-            return {}
-    elif name in styles:
+    if style == "replicate":
         # A norm or a projection works on each position alone, so a part of the sequence suffices.
         if not any(True for _ in module.children()):
             alone = is_projection(module) or works_on_positions(module)
             return {name: "sequence_parallel"} if alone else {}
         return {name: "whole_sequence"}
+    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
     inside = [STYLES[it] for below, it in styles.items() if below.startswith(f"{name}.") and below not in own]
-    if all(row.works_on_part for row in inside) and any(row.shards == "outputs" for row in inside):
+    works_on_parts = all(row.works_on_part for row in inside) and all(shards_parameter(styles.get(it)) for it in own)
+    if works_on_parts and any(row.shards == "outputs" for row in inside):
         return {name: "shared_input"}
-    return {} if style == LOCAL else {name: "whole_sequence"}
+    return {name: "whole_sequence"}
 
 
 def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

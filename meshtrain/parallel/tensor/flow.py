@@ -263,16 +263,13 @@ class _Pass:
             elif kind == "shared input":
                 self._take_own_parameters(below, module)
                 set_forward(module, partial(self._enter, module.forward))
-            elif kind == "parameters":
-                self._take_own_parameters(below, module)
             elif self._is_replicated(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
                     self.parts.add_full(parameter, name.rpartition(".")[0])
                 set_forward(module, partial(self._run_replicated, below, copy.deepcopy(module), module.forward))
             else:
-                for parameter in module.parameters(recurse=False):
-                    self.parts.add_full(parameter, below)
+                self._take_own_parameters(below, module)
 
     def _is_replicated(self, name: str, module: nn.Module) -> bool:
         """Return whether a module has parameters, and none of them is sharded."""

@@ -20,7 +20,7 @@ from meshtrain.parallel.tensor.collectives import (
 from meshtrain.parallel.tensor.context import AppliedStyle, change_input, change_output
 from meshtrain.parallel.tensor.experts import ExpertParallel, Experts, LocalParams
 from meshtrain.parallel.tensor.late_gradients import Entrance
-from meshtrain.parallel.tensor.modules import become_sharded, see_local_parameters
+from meshtrain.parallel.tensor.modules import become_sharded
 from meshtrain.parallel.tensor.own_heads import OwnHeads, OwnHeadsRowwise, PerHead, ReplicatedHeads
 from meshtrain.parallel.tensor.region import Edge, identity
 from meshtrain.parallel.tensor.requirements import (
@@ -42,24 +42,27 @@ class _Replicate(AppliedStyle):
         return module
 
 
-class _SharedInput(AppliedStyle):
-    """The input of a block is made full once for all its projections, instead of once in each.
-
-    Parameters of the block itself, such as attention sinks, are sharded.
-    """
+class _Block(LocalParams):
+    """A block may have sharded parameters of its own, such as attention sinks."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if any(True for _ in module.parameters(recurse=False)):
-            self.shard_parameters(module, mesh)
-            see_local_parameters(module)
+        return super().apply(module, mesh) if self.shards_parameters(module) else module
+
+
+class _SharedInput(_Block):
+    """The input of a block is made full once for all its projections, instead of once in each."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super().apply(module, mesh)
         module.register_forward_pre_hook(partial(change_input, Entrance(self.region, module)), with_kwargs=True)
         return module
 
 
-class _WholeSequence(AppliedStyle):
+class _WholeSequence(_Block):
     """Every process computes a block on the full sequence, which is split outside of the block."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super().apply(module, mesh)
         if self.region.sequence_parallel:
             module.register_forward_pre_hook(partial(change_input, self._join), with_kwargs=True)
             module.register_forward_hook(partial(change_output, self._split))
@@ -323,8 +326,12 @@ STYLES: dict[Style, StyleRow] = {
     "whole_sequence": StyleRow(
         apply=_WholeSequence,
         used_for="blocks that mix positions",
-        effect="They get the full sequence, under sequence parallelism too.",
+        effect=(
+            "They get the full sequence, under sequence parallelism too. Rules may shard parameters of the block "
+            "itself."
+        ),
         kind="full sequence",
+        has_parameter_rules=True,
     ),
     "mla_kv_a_proj": StyleRow(
         apply=MlaKvAProj,
