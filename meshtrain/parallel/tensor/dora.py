@@ -126,7 +126,7 @@ def _bias(base: Any) -> Tensor | None:
 
 def _left(base: Any, values: Tensor) -> Tensor:
     """Return values of the outputs in the order and number in which they leave the base."""
-    is_columnwise = isinstance(base, ShardedLinear | ShardedConv1D) and not base.bias_is_full
+    is_columnwise = isinstance(base, ShardedLinear | ShardedConv1D) and base.is_columnwise
     left: Tensor = base.leave(values) if is_columnwise else values
     return left
 
