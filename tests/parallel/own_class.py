@@ -53,23 +53,14 @@ class SoftmaxMixer(Core):
         self.asks = nn.Linear(config.hidden_size, config.hidden_size)
         self.offers = nn.Linear(config.hidden_size, self.size, bias=False)
         self.gives = nn.Linear(config.hidden_size, config.hidden_size)
+        if config.twin == "core":
+            # What it has as a core moves into a module inside.
+            self.core = Core(config)
+            del self.binds, self.scale
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.attend(self.asks(hidden), self.offers(hidden), self.gives(hidden))
-
-
-class MixerAroundCore(nn.Module):
-    """The same, but the core is a module inside."""
-
-    def __init__(self, config: OwnConfig) -> None:
-        super().__init__()
-        self.core = Core(config)
-        self.asks = nn.Linear(config.hidden_size, config.hidden_size)
-        self.offers = nn.Linear(config.hidden_size, self.core.size, bias=False)
-        self.gives = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.core(self.asks(hidden), self.offers(hidden), self.gives(hidden))
+        attend = self.core if self.twin == "core" else self.attend
+        return attend(self.asks(hidden), self.offers(hidden), self.gives(hidden))
 
 
 class SumMixer(nn.Module):
@@ -107,8 +98,7 @@ class OwnLayer(nn.Module):
     def __init__(self, config: OwnConfig, index: int) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(config.hidden_size), nn.LayerNorm(config.hidden_size)
-        softmax = MixerAroundCore if config.twin == "core" else SoftmaxMixer
-        self.mixer = SumMixer(config) if index % 2 else softmax(config)
+        self.mixer = SumMixer(config) if index % 2 else SoftmaxMixer(config)
         self.wide = OddMLP(config)
         self.by_name = config.twin == "by name"
 
