@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+import meshtrain
 from meshtrain.config.mesh import EP, MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, TensorPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
@@ -20,6 +21,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.experts import check_experts
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.stacks import num_experts
+from meshtrain.parallel.experts.trial import sums_weighted_results
 from meshtrain.parallel.shard import _placement, sharded_dim
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.shrink import shrink_mesh
@@ -168,6 +170,53 @@ def test_experts_that_do_not_sum_weighted_results_are_refused() -> None:
     assert str(problem) == (
         "mesh.ep = 2: SquaredMixtral does not sum the results of its experts by their weights; use ep = 1"
     )
+
+
+def test_experts_that_round_to_float32_may_travel() -> None:
+    assert sums_weighted_results(meta_model("beam"))
+
+
+class ScalesResults(MixtralExperts):
+    """Experts with a factor for the result of each."""
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, config.num_local_experts))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result: Tensor = super().forward(hidden_states, top_k_index, top_k_weights * self.scale[top_k_index])
+        return result
+
+
+class ScaledMixtral(MixtralForCausalLM):
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.experts = ScalesResults(config)
+        self.post_init()
+
+
+def gradients_of_scales(mesh: dict[str, int]) -> list[Tensor]:
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=2, vocab_size=64, num_local_experts=4
+    )
+    config._experts_implementation = "eager"
+    model: Any = ScaledMixtral(config).double()
+    stream = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=stream)
+    if mesh:
+        model = meshtrain.parallelize(model, {"mesh": mesh}, prove_unknown_class=False)
+    ids = torch.randint(64, (2, 12), generator=stream)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [it.grad for name, it in model.named_parameters() if name.endswith(".scale")]
+
+
+def test_gradients_of_all_full_parameters_of_experts_are_summed_over_tp() -> None:
+    wanted = gradients_of_scales({})
+    assert len(wanted) == 2
+    for found in run_on_ranks(2, gradients_of_scales, {"tp": 2}):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_an_own_forward_of_experts_is_refused() -> None:
