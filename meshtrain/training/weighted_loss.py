@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshtrain.config.data import IGNORE_INDEX
-from meshtrain.data.samples.weights import split_labels
+from meshtrain.data.samples.weights import BITS, TOKEN
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.loss import (
     MeanLoss,
@@ -55,3 +55,10 @@ class WeightedLoss(TokenLoss):
 def build_weighted_loss(pipeline: Pipeline) -> WeightedLoss:
     """Return the loss of labels with weights, for logits as the last stage returns them."""
     return WeightedLoss(*vocabulary_of(pipeline))
+
+
+def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return labels without weights, and the float32 weights, 0 for labels that do not count."""
+    counts = labels != IGNORE_INDEX
+    weights = (labels >> BITS).to(torch.int32).view(torch.float32)
+    return torch.where(counts, labels & TOKEN, labels), torch.where(counts, weights, 0.0)

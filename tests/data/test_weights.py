@@ -12,9 +12,10 @@ from meshtrain.config.data import IGNORE_INDEX, DataConfig, TokenizerConfig
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples, validation_samples
 from meshtrain.data.samples.order import FILLER
-from meshtrain.data.samples.weights import split_labels, tokens_of_labels, weighted_labels
+from meshtrain.data.samples.weights import tokens_of_labels, weighted_labels
 from meshtrain.data.tokens.token_file import TokenFile
 from meshtrain.errors import DataError
+from meshtrain.training.weighted_loss import split_labels
 
 TEXTS = ["one text", "another, which is longer", "a third", "the last text of all"]
 WEIGHTS = [0.5, 3.0, 0.0, 1.25]

@@ -6,8 +6,6 @@ chunks, and nothing else has to know of them.
 """
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from meshtrain.config.data import IGNORE_INDEX
 
@@ -30,10 +28,3 @@ def weighted_labels(labels: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def tokens_of_labels(labels: np.ndarray) -> np.ndarray:
     """Return labels without their weights, if they have any."""
     return np.where(labels == IGNORE_INDEX, labels, labels & TOKEN)
-
-
-def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels without weights, and the float32 weights, 0 for labels that do not count."""
-    counts = labels != IGNORE_INDEX
-    weights = (labels >> BITS).to(torch.int32).view(torch.float32)
-    return torch.where(counts, labels & TOKEN, labels), torch.where(counts, weights, 0.0)
