@@ -158,6 +158,8 @@ class LoggingConfig(Settings):
     layer_norms: bool = False
     """Also write the gradient norm of each layer, and of each module outside of layers, as
     `grad_norm/NAME`."""
+    expert_tokens: bool = False
+    """Also write the tokens of each expert, as `expert_tokens/STACK/NUMBER`."""
     noise_scale_every: Count | None = None
     """Number of steps between measurements of the noise scale of the gradients, which says how many
     sequences a batch needs. Each one computes a part of the batch once more. Left out: none."""

@@ -140,8 +140,7 @@ def build_pipeline(
                 parameter_device=parameter_device(plan, device),
                 tied=stage.names_of_one_parameter(),
             )
-            if whole.counted:
-                whole.expert_use.watch(stage.model, whole.counted)
+            whole.expert_use.watch(stage.model)
         streams.watch(stage.model, stage.index)
     return Pipeline(
         stages=tuple(stages),
@@ -184,7 +183,6 @@ class _Whole:
         in_four_bits: names of the projections whose weights are packed.
         router_loss: the losses of its routers.
         expert_use: counts the choices of its routers.
-        counted: FQN of the stacks whose experts are counted -> their number.
         watches_routers: whether their results are needed besides those of the layers.
         stock_loss: whether the loss is computed by its own forward pass, which a program calls.
     """
@@ -200,7 +198,6 @@ class _Whole:
     in_four_bits: Sequence[str]
     router_loss: RouterLoss
     expert_use: ExpertUse
-    counted: Mapping[str, int]
     watches_routers: bool
     stock_loss: bool
 
@@ -245,8 +242,7 @@ def _find(
         in_float8=find_float8_layers(model, plan, rules).chosen if plan.precision.compute == "float8" else (),
         in_four_bits=[name for name, _ in packable(model)] if packs_base else (),
         router_loss=RouterLoss(formulas, axis_size(mesh, *TOKEN_AXES), device, context),
-        expert_use=ExpertUse([*counted.values()], mesh, device, context, router.bias_update_rate),
-        counted=counted,
+        expert_use=ExpertUse(counted, mesh, device, context, router.bias_update_rate),
         watches_routers=formulas is not None or bool(router.bias_update_rate),
         stock_loss=stock_loss,
     )

@@ -197,6 +197,7 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process, lo
         loss_scale=build_loss_scale(plan.precision),
         history=StepHistory(config.bad_steps),
         layer_norms=layers_of(pipeline) if config.logging.layer_norms else NO_LAYERS,
+        each_expert=config.logging.expert_tokens,
         noise_scale=NoiseScale(config.logging.noise_scale_every),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )

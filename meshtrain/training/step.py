@@ -60,6 +60,7 @@ class StepContext:
         history: decides whether a step is bad.
         inspect: called once the gradients are complete.
         layer_norms: the layers whose gradient norms are metrics.
+        each_expert: whether the tokens of each expert are metrics.
         noise_scale: measures the noise of the gradients in some steps.
         after_update: called with the number of steps done once the parameters have changed.
     """
@@ -73,6 +74,7 @@ class StepContext:
     history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
     layer_norms: LayerNorms = NO_LAYERS
+    each_expert: bool = False
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     after_update: Callable[[int], None] = no_update
 
@@ -175,7 +177,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
         is_skipped=is_skipped,
         fault=fault,
         router=pipeline.router_loss.metrics(totals.router_means),
-        experts=pipeline.expert_use.metrics(*totals.experts),
+        experts=pipeline.expert_use.metrics(totals.experts, each=context.each_expert),
         scaling=context.loss_scale.metrics(history.num_skipped),
     )
 
@@ -207,6 +209,7 @@ class _Totals(NamedTuple):
     terms: tuple[float, ...]
     router_means: tuple[float, ...]
     experts: tuple[float, ...]
+    """Tokens of each expert whose tokens are counted."""
     layer_norms: tuple[float, ...]
     small: tuple[float, ...]
     """Norm and trained tokens of a part of the batch, if the noise of gradients is measured."""

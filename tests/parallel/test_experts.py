@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import meshtrain
 from meshtrain.config.mesh import EP, MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, TensorPlan
-from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
+from meshtrain.config.run import CheckpointConfig, LoggingConfig, ModelConfig, RunConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import account
@@ -318,17 +318,26 @@ def test_compiled_experts_train_as_those_of_one_process(tmp_path: Path) -> None:
 
 def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:
     split = TensorPlan(sequence_parallel=True)
-    train(run_of(tmp_path, "alone", {}, 6))
-    train(run_of(tmp_path, "traveling", {"ep": 2}, 2))
-    train(run_of(tmp_path, "traveling", {"pp": 2}, 4))
-    train(run_of(tmp_path, "traveling", {"ep": 2, "tp": 2}, 6, tensor=split))
+    for name, mesh, steps, tables in (
+        ("alone", {}, 6, {}),
+        ("traveling", {"ep": 2}, 2, {}),
+        ("traveling", {"pp": 2}, 4, {}),
+        ("traveling", {"ep": 2, "tp": 2}, 6, {"tensor": split}),
+    ):
+        run = run_of(tmp_path, name, mesh, steps, **tables)
+        train(run.model_copy(update={"logging": LoggingConfig(trackers=[], expert_tokens=True)}))
     wanted, found = (steps_of(tmp_path / name) for name in ("alone", "traveling"))
     assert [it["step"] for it in found] == [1, 2, 3, 4, 5, 6]
     for one, other in zip(wanted, found, strict=True):
         for metric in ("loss", "grad_norm"):
             assert other[metric] == pytest.approx(one[metric], rel=1e-5)
-        for metric in ("expert_tokens_least", "expert_tokens_most", "expert_imbalance"):
-            assert other[metric] == one[metric]
+        counts = {name: value for name, value in one.items() if name.startswith("expert_")}
+        assert {name: value for name, value in other.items() if name.startswith("expert_")} == counts
+        stacks = [f"expert_tokens/model.layers.{layer}.mlp.experts" for layer in range(4)]
+        each = [[counts[f"{stack}/{expert}"] for expert in range(4)] for stack in stacks]
+        assert len(counts) == 3 + sum(map(len, each))
+        assert (min(map(min, each)), max(map(max, each))) == (one["expert_tokens_least"], one["expert_tokens_most"])
         # 8 sequences of 16 tokens, 2 of 4 experts each.
+        assert [*map(sum, each)] == [256] * 4
         assert one["expert_imbalance"] * 64 == one["expert_tokens_most"]
         assert one["expert_tokens_least"] <= 64 < one["expert_tokens_most"]

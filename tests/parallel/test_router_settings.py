@@ -13,11 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, PrecisionPlan, RecomputePlan, TensorPlan
-from meshtrain.config.run import CheckpointConfig, ModelConfig, RouterConfig, RunConfig
-from meshtrain.errors import PlanError
+from meshtrain.config.run import STOCK_ROUTER, CheckpointConfig, ModelConfig, RouterConfig, RunConfig
+from meshtrain.errors import ConfigError, PlanError
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.check import resolve_plan
-from meshtrain.parallel.check.routers import _check_biases
+from meshtrain.parallel.check.routers import _check_biases, check_expert_tokens
 from meshtrain.parallel.experts.stacks import expert_stacks, selection_biases
 from meshtrain.parallel.experts.use import countable_stacks
 from meshtrain.parallel.routers.formulas import find_routers, z_loss
@@ -235,6 +235,37 @@ def test_routers_that_return_probabilities_are_refused() -> None:
         "router.z_loss asks for a loss of the logits of routers, but what those of Gemma4ForCausalLM return are not "
         "logits, one row per token; leave it out"
     )
+
+
+def asked_for_each_expert(kind: str, router: RouterConfig = STOCK_ROUTER, **tables: Any) -> str:
+    """Return why the tokens of each expert cannot be metrics."""
+    plan, model = ParallelPlan(**{"mesh": MeshPlan(dp_shard=1), **tables}), meta_model(kind)
+    with pytest.raises(ConfigError) as caught:
+        check_expert_tokens(resolve_plan(plan, model, BATCH, plan.mesh.world_size, router=router), model, router)
+    (line,) = caught.value.lines
+    return line
+
+
+def test_tokens_of_each_expert_are_refused_where_they_are_not_counted() -> None:
+    asks = "logging.expert_tokens asks for the tokens of each expert"
+    assert asked_for_each_expert("llama") == (
+        f"{asks}, but the model is a LlamaForCausalLM, which has no stacked experts; leave it out"
+    )
+    assert asked_for_each_expert("mixtral", compile=CompilePlan(enabled=True)) == (
+        f"{asks}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts break "
+        "the graphs of layers; leave one of them out"
+    )
+    parts = TensorPlan(styles={"model.layers.*.mlp.experts": "sequence_parallel"}, auto=True, sequence_parallel=True)
+    assert asked_for_each_expert("mixtral", mesh=MeshPlan(dp_shard=1, tp=2), tensor=parts) == (
+        f"tensor.styles: model.layers.*.mlp.experts is 'sequence_parallel', but {asks}, and every process needs the "
+        "choices of whole microbatches for them; make it 'moe_tp_experts', or leave logging.expert_tokens out"
+    )
+
+
+def test_tokens_of_each_expert_are_counted_in_compiled_layers_for_biases() -> None:
+    plan = ParallelPlan(mesh=MeshPlan(dp_shard=1, tp=2), compile=CompilePlan(enabled=True))
+    model = meta_model("deepseek_v3")
+    check_expert_tokens(resolve_plan(plan, model, BATCH, 2, router=BALANCED), model, BALANCED)
 
 
 def balanced(directory: Path, name: str, mesh: dict[str, int], steps: int, rate: float = 0.01) -> RunConfig:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.config.run import RouterConfig
-from meshtrain.errors import ModelError, Problem
+from meshtrain.errors import ConfigError, ModelError, Problem
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
@@ -22,6 +22,7 @@ from meshtrain.parallel.tensor.styles import STYLES
 
 # Number formats in which a small step of a bias is lost.
 SHORT = ("bfloat16", "float16")
+LEAVE_OUT = "leave it out"
 
 
 def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConfig) -> Problems:
@@ -54,6 +55,37 @@ def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConf
         )
 
 
+def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: RouterConfig) -> None:
+    """Check that the tokens of each expert are counted, because they shall be metrics.
+
+    Args:
+        plan: resolved.
+        model: the stock model on the meta device; it is not changed.
+        router: of the run.
+
+    Raises:
+        ConfigError: if no expert's tokens are counted.
+    """
+    asked = "logging.expert_tokens asks for the tokens of each expert"
+    if not numbers_of_experts(model):
+        raise ConfigError(
+            f"{asked}, but the model is a {type(model).__name__}, which has no stacked experts", LEAVE_OUT
+        )
+    if plan.compile.enabled and not router.bias_update_rate:
+        raise ConfigError(
+            f"{asked}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts "
+            "break the graphs of layers",
+            "leave one of them out",
+        )
+    if plan.mesh.tp > 1 and not countable_stacks(model, styles := _styles(plan, model)):
+        name = next(iter(numbers_of_experts(model)))
+        raise ConfigError(
+            f"tensor.styles: {as_pattern(name)} is {styles[name]!r}, but {asked}, and every process needs the choices "
+            "of whole microbatches for them",
+            "make it 'moe_tp_experts', or leave logging.expert_tokens out",
+        )
+
+
 def _styles(plan: ParallelPlan, model: PreTrainedModel) -> Mapping[str, Style]:
     """Return FQN -> style of tensor parallelism."""
     unfused = copy.deepcopy(model)
@@ -71,7 +103,7 @@ def _check_logits(model: PreTrainedModel) -> Problems:
     yield Problem(
         f"router.z_loss asks for a loss of the logits of routers, but what those of {type(model).__name__} return are "
         "not logits, one row per token",
-        "leave it out",
+        LEAVE_OUT,
     )
 
 
@@ -99,7 +131,7 @@ def _check_biases(
     if not found:
         has_experts = bool(expert_stacks(model))
         what = "whose routers have no bias to select experts with" if has_experts else "which has no stacked experts"
-        yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
+        yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", LEAVE_OUT)
     for name, bias in found.items():
         size, dtype, number = getattr(*bias).numel(), getattr(*bias).dtype, numbers.get(name)
         if name in numbers and name not in countable:
@@ -125,5 +157,5 @@ def _check_biases(
             return
         if number != size:
             experts = "experts, whose number is not known" if number is None else f"{number} experts"
-            yield Problem(f"{asked}, but {name} has {size} biases for {experts}", "leave it out")
+            yield Problem(f"{asked}, but {name} has {size} biases for {experts}", LEAVE_OUT)
             return
