@@ -76,6 +76,7 @@ def test_steps_are_checked_on_the_cpu(tmp_path: Path) -> None:
         "float16, overflow": "passed",
         "float8, rowwise": "passed",
         "float8, tensorwise": "passed",
+        "float8, mxfp8": "passed",
         "memory, GPT-2 124M": "skipped",
         "memory, Llama 1B": "skipped",
         "memory, Llama 8B": "skipped",
