@@ -6,11 +6,15 @@ import signal
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.ranks import run_on_ranks
 
 
 def crash_in_gloo() -> None:
     """Crash like an error in C++, in a thread that Python does not know."""
+    # The thread has its name once it has run something.
+    dist.barrier()
     tasks = Path("/proc/self/task")
     thread = next(int(task.name) for task in tasks.iterdir() if "pt_gloo_runloop" in (task / "comm").read_text())
     ctypes.CDLL(None).tgkill(os.getpid(), thread, signal.SIGSEGV)

@@ -57,10 +57,18 @@ class SoftmaxMixer(Core):
             # What it has as a core moves into a module inside.
             self.core = Core(config)
             del self.binds, self.scale
+        if config.twin.startswith("temperature"):
+            self.temperature, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
         attend = self.core if self.twin == "core" else self.attend
-        return attend(self.asks(hidden), self.offers(hidden), self.gives(hidden))
+        queries, keys, values = self.asks(hidden), self.offers(hidden), self.gives(hidden)
+        if not self.twin.startswith("temperature"):
+            mixed = attend(queries, keys, values)
+            return mixed + 0.1 * hidden.cumsum(1) if self.twin == "input in the result" else mixed
+        # One parameter is used on the heads, and the other one on the result.
+        mixed = attend(queries * self.temperature, keys, values) * self.gain
+        return mixed * self.temperature if self.twin == "temperature twice" else mixed
 
 
 class SumMixer(nn.Module):

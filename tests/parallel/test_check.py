@@ -373,7 +373,7 @@ def test_parameters_of_a_block_that_shares_its_input_need_rules_that_shard_them(
         changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
         assert problems(changed, model) == (
             f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks; make that "
-            f"'colwise', or {attention} 'local_params'",
+            f"'colwise', or {attention} 'whole_sequence'",
         )
 
 
@@ -394,7 +394,8 @@ def test_wrong_styles_of_single_parameters_are_refused() -> None:
         f"tensor.styles: {experts}.down_proj is 'rowwise', {needs}",
     )
     assert message(**{".down_proj": "rowwise_split_input"}) == (
-        f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; make it 'colwise', 'rowwise' or 'replicate'",
+        f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; make it 'colwise', 'rowwise', 'replicate' or "
+        "'replicated_with_grad_allreduce'",
     )
 
 

@@ -12,7 +12,9 @@ import meshtrain
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
+from meshtrain.errors import PlanError
 from meshtrain.models.build import build_meta_model, stock_like
+from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.tensor.dataflow import RuleTables, derive_rules
 from meshtrain.parallel.tensor.dataflow.blocks import Part, find_cuts
 from meshtrain.parallel.tensor.dataflow.reach import Reach
@@ -152,14 +154,46 @@ def test_what_mixes_blocks_stays_whole(twin: str, whole: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("twin", "style"), [("", "shared_input"), ("by name", "local_params"), ("core", "whole_sequence")]
+    ("twin", "style"),
+    [
+        ("", "shared_input"),
+        ("by name", "local_params"),
+        ("core", "whole_sequence"),
+        ("input in the result", "whole_sequence"),
+        ("temperature", "whole_sequence"),
+    ],
 )
 def test_a_block_shares_its_input_where_that_reaches_all_of_it(twin: str, style: str) -> None:
     plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own(twin)))
     styles = plan.tensor.styles
     # If all mixers have the same style, the rule is for all layers.
     assert styles.get("stack.0.mixer", styles.get("stack.*.mixer")) == style
-    assert styles.get("stack.0.mixer.core", "local_params") == "local_params"
+    assert styles.get("stack.*.mixer.core") == ("local_params" if twin == "core" else None)
+    of_parameters = {name: styles.get(f"stack.*.mixer.{name}") for name in ("scale", "temperature", "gain")}
+    assert of_parameters["temperature"] == ("replicated_with_grad_allreduce" if twin == "temperature" else None)
+    assert (of_parameters["scale"], of_parameters["gain"]) == (None if twin == "core" else "colwise", None)
+
+
+def test_parameter_on_heads_and_on_results_is_refused() -> None:
+    batch = BatchShape(2, 1, 12)
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own("temperature twice")), batch, 2)
+    assert caught.value.lines == (
+        "tensor.styles: stack.*.mixer.temperature is used both on the heads, or the width, of one process and on full "
+        "tensors, so its gradient would be partial or count several times; set mesh.tp = 1",
+    )
+
+
+def test_rule_that_sums_a_full_gradient_is_refused() -> None:
+    plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own("temperature")))
+    styles: dict[str, Any] = {**plan.tensor.styles, "stack.*.mixer.gain": "replicated_with_grad_allreduce"}
+    wrong = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(wrong, stock_like(make_own("temperature")), BatchShape(2, 1, 12), 2)
+    assert caught.value.lines == (
+        "tensor.styles: stack.*.mixer.gain gets the same input on every process, so its gradient would count several "
+        "times; make it 'replicate'",
+    )
 
 
 def train_own(mesh: dict[str, int], twin: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -186,7 +220,15 @@ def train_own(mesh: dict[str, int], twin: str = "") -> tuple[list[float], dict[s
 
 @pytest.mark.parametrize(
     ("mesh", "twin"),
-    [({"tp": 2}, ""), ({"pp": 2}, ""), ({"pp": 2, "tp": 2}, ""), ({"tp": 2}, "by name"), ({"tp": 2}, "core")],
+    [
+        ({"tp": 2}, ""),
+        ({"pp": 2}, ""),
+        ({"pp": 2, "tp": 2}, ""),
+        ({"tp": 2}, "by name"),
+        ({"tp": 2}, "core"),
+        ({"tp": 2}, "temperature"),
+        ({"tp": 2}, "input in the result"),
+    ],
     ids=str,
 )
 def test_own_class_trains_like_the_stock_model(mesh: dict[str, int], twin: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralRMSNorm
 
 import meshtrain
 from meshtrain.config.mesh import EP, MeshPlan
@@ -177,14 +177,16 @@ def test_experts_that_round_to_float32_may_travel() -> None:
 
 
 class ScalesResults(MixtralExperts):
-    """Experts with a factor for the result of each."""
+    """Experts with a norm for their inputs, and a factor for the result of each."""
 
     def __init__(self, config: MixtralConfig) -> None:
         super().__init__(config)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, config.num_local_experts))
+        self.norm = MixtralRMSNorm(config.hidden_size)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result: Tensor = super().forward(hidden_states, top_k_index, top_k_weights * self.scale[top_k_index])
+        weights = top_k_weights * self.scale[top_k_index]
+        result: Tensor = super().forward(self.norm(hidden_states), top_k_index, weights)
         return result
 
 
@@ -196,7 +198,7 @@ class ScaledMixtral(MixtralForCausalLM):
         self.post_init()
 
 
-def gradients_of_scales(mesh: dict[str, int]) -> list[Tensor]:
+def gradients_of_full_parameters(mesh: dict[str, int]) -> list[Tensor]:
     config = MixtralConfig(
         hidden_size=32, intermediate_size=16, num_hidden_layers=2, vocab_size=64, num_local_experts=4
     )
@@ -209,13 +211,13 @@ def gradients_of_scales(mesh: dict[str, int]) -> list[Tensor]:
         model = meshtrain.parallelize(model, {"mesh": mesh}, prove_unknown_class=False)
     ids = torch.randint(64, (2, 12), generator=stream)
     model(input_ids=ids, labels=ids).loss.backward()
-    return [it.grad for name, it in model.named_parameters() if name.endswith(".scale")]
+    return [it.grad for name, it in model.named_parameters() if name.endswith((".scale", "experts.norm.weight"))]
 
 
 def test_gradients_of_all_full_parameters_of_experts_are_summed_over_tp() -> None:
-    wanted = gradients_of_scales({})
-    assert len(wanted) == 2
-    for found in run_on_ranks(2, gradients_of_scales, {"tp": 2}):
+    wanted = gradients_of_full_parameters({})
+    assert len(wanted) == 4
+    for found in run_on_ranks(2, gradients_of_full_parameters, {"tp": 2}):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 

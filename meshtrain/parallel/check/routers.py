@@ -68,9 +68,8 @@ def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: Rout
     """
     asked = "logging.expert_tokens asks for the tokens of each expert"
     if not numbers_of_experts(model):
-        raise ConfigError(
-            f"{asked}, but the model is a {type(model).__name__}, which has no stacked experts", LEAVE_OUT
-        )
+        what = "whose numbers of experts are not known" if expert_stacks(model) else "which has no stacked experts"
+        raise ConfigError(f"{asked}, but the model is a {type(model).__name__}, {what}", LEAVE_OUT)
     if plan.compile.enabled and not router.bias_update_rate:
         raise ConfigError(
             f"{asked}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts "

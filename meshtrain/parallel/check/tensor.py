@@ -45,6 +45,11 @@ PARTIAL = (
     "works on the heads, or the width, of one process, so its gradient must be summed",
     "make it 'replicated_with_grad_allreduce'",
 )
+MIXED = (
+    "is used both on the heads, or the width, of one process and on full tensors, so its gradient would be partial or "
+    "count several times",
+    "set mesh.tp = 1",
+)
 TWICE = "gets the same input on every process, so its gradient would count several times", "make it 'replicate'"
 
 
@@ -204,12 +209,13 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
     cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, NOT_PER_HEAD))
     # A module that cannot be cut does not run, so what was found after it has no meaning.
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
-    for names, (problem, advice) in (*kinds, (flow.counted_twice, TWICE)):
+    for names, (problem, advice) in (*kinds, (flow.counted_twice, TWICE), (flow.mixed, MIXED)):
         for name in names:
-            if name != HIDDEN_STATES:
-                style = rules.styles.get(name)
-                rule = "" if style is None else f" is {style!r}, but it"
-                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
+            if name == HIDDEN_STATES or (name in flow.mixed and names is not flow.mixed):
+                continue
+            style = rules.styles.get(name)
+            rule = "" if style is None else f" is {style!r}, but it"
+            yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:

@@ -131,6 +131,7 @@ def _contexts(
             gathers_logits=not (rules.logits_are_sharded and module is head),
             styles=rules.styles,
             sharded_dims=rules.sharded_dims,
+            summed=rules.summed,
             config=config,
         )
 

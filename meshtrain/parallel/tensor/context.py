@@ -29,6 +29,7 @@ class ModuleContext:
             the loss takes sharded.
         styles: module name -> style, of the complete model.
         sharded_dims: name of a sharded parameter -> the dimension that is sharded over tp.
+        summed: names of full parameters whose gradients are summed by rules of their own.
         config: of the language model.
     """
 
@@ -38,6 +39,7 @@ class ModuleContext:
     gathers_logits: bool
     styles: Mapping[str, Style]
     sharded_dims: Mapping[str, int]
+    summed: frozenset[str]
     config: PretrainedConfig
 
 

@@ -8,7 +8,7 @@ Blocks whose parameters are all sharded share the collective of their input.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache
 
 from torch import nn
@@ -25,18 +25,19 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.behavior import works_on_positions
 from meshtrain.parallel.tensor.dataflow.checks import where_rules_fail
 from meshtrain.parallel.tensor.dataflow.parts import WAYS
-from meshtrain.parallel.tensor.flow import Flow, follow_heads
+from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
 from meshtrain.parallel.tensor.memory import remembered
 from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
     TensorRules,
     blocks_of,
+    is_for_part,
     is_module,
     match_rules,
+    may_have_rule,
     name_of,
     rule_names,
-    shards_parameter,
     unchecked_rules,
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
@@ -198,7 +199,8 @@ def _complete(
     styles |= _ends(model)
     for name, module in model.named_modules():
         if name and name not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[name] = "replicate"
+            in_experts = any(blocks_of(name, styles, "experts"))
+            styles[name] = SUMMED if in_experts else "replicate"
     styles |= _on_heads(model, styles, plan, tp)
     for index, layer in enumerate(layers):
         for child, module in layer.named_children():
@@ -246,24 +248,66 @@ def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPla
 def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
     """Return the styles with what shows only when the blocks that share an input are known.
 
-    A block is none if a projection inside has another input, or if the layers do not run with
-    blocks, which get their input by position or as `hidden_states`. It may still have parameters of
-    its own. A module is summed if its results meet the heads of one process (the norm of a key that
-    all heads share).
+    A module is summed if its results meet the heads of one process (the norm of a key that all
+    heads share), and so is a parameter of a block.
     """
     flow = _follow(model, styles, plan, tp)
     blocks = [name for name, style in styles.items() if style == "shared_input"]
-    not_entered = flow.unentered if flow.failure is None else blocks
-    unentered, partial = ({as_pattern(name) for name in found} for found in (not_entered, flow.partial))
+    # The layers may run without blocks, which get their input by position or as `hidden_states`.
+    unentered = list(flow.unentered) if flow.failure is None else blocks
+    # A part that a block returns is for a projection outside (BERT), or is used as if it were full.
+    leaking = list(flow.leaking) if HIDDEN_STATES in flow.partial else []
+    if unentered or leaking:
+        styles = _without_blocks(model, styles, unentered, leaking)
+        styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
+        flow = _follow(model, styles, plan, tp)
+    partial = {as_pattern(name) for name in flow.partial if name not in flow.mixed}
     layers = find_layers(model)[0]
-    corrected: dict[str, Style] = {}
-    for name, style in styles.items():
-        is_full = style in ("replicate", "sequence_parallel", "whole_sequence") and name.startswith(f"{layers}.")
-        if as_pattern(name) not in unentered:
-            corrected[name] = SUMMED if is_full and as_pattern(name) in partial and not unentered else style
-        elif any(True for _ in model.get_submodule(name).parameters(recurse=False)):
-            corrected[name] = LOCAL
+    corrected = dict(styles)
+    for name in styles:
+        if name.startswith(f"{layers}.") and is_module(model, name):
+            corrected |= _summed(name, model.get_submodule(name), styles, partial)
     return corrected
+
+
+def _without_blocks(
+    model: nn.Module, styles: Mapping[str, Style], unentered: Iterable[str], leaking: Iterable[str]
+) -> dict[str, Style]:
+    """Return the styles without the blocks that do not share an input.
+
+    Args:
+        unentered: those with a projection of something else inside. They may still have parameters
+            of their own.
+        leaking: those that use their input for more than projections.
+    """
+    without, whole = ({as_pattern(name) for name in found} for found in (unentered, leaking))
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        if as_pattern(name) not in without | whole:
+            found[name] = style
+        elif as_pattern(name) in whole - without:
+            found[name] = "whole_sequence"
+        elif any(True for _ in model.get_submodule(name).parameters(recurse=False)):
+            found[name] = LOCAL
+    return found
+
+
+def _summed(name: str, module: nn.Module, styles: Mapping[str, Style], partial: Container[str]) -> dict[str, Style]:
+    """Return the style of a module, and those of its own parameters, if gradients must be summed.
+
+    Args:
+        partial: patterns of the modules and parameters with partial gradients.
+    """
+    style = styles[name]
+    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
+    full = [it for it in own if it not in styles]
+    summed = [it for it in full if as_pattern(it) in partial]
+    is_full = style in ("replicate", "sequence_parallel", "whole_sequence")
+    if is_full and (as_pattern(name) in partial or (summed and summed == own)):
+        return {name: SUMMED}
+    if not summed or not (is_full or style == LOCAL) or not all(map(may_have_rule, summed)):
+        return {}
+    return {name: style if STYLES[style].has_parameter_rules else LOCAL, **dict.fromkeys(summed, SUMMED)}
 
 
 def _match_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
@@ -378,7 +422,7 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
         return {name: "whole_sequence"}
     own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
     inside = [STYLES[it] for below, it in styles.items() if below.startswith(f"{name}.") and below not in own]
-    works_on_parts = all(row.works_on_part for row in inside) and all(shards_parameter(styles.get(it)) for it in own)
+    works_on_parts = all(row.works_on_part for row in inside) and all(is_for_part(styles.get(it)) for it in own)
     if works_on_parts and any(row.shards == "outputs" for row in inside):
         return {name: "shared_input"}
     return {name: "whole_sequence"}

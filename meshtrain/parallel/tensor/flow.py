@@ -8,7 +8,7 @@ pass follows every tensor that is a part, and records the full parameters that a
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,12 +57,15 @@ class Flow:
     Attributes:
         on_parts: modules with full parameters that are called with a part of the heads or of a
             width.
-        partial: modules whose parameters get a partial gradient that the rules do not sum;
-            `HIDDEN_STATES` if the hidden states themselves get one.
-        counted_twice: modules whose gradient is complete, although the rules sum it.
+        partial: modules whose parameters get a partial gradient that the rules do not sum, and such
+            parameters of blocks; `HIDDEN_STATES` if the hidden states themselves get one.
+        counted_twice: modules and parameters of blocks whose gradient is complete, although the
+            rules sum it.
+        mixed: parameters of blocks that are used on parts and on full tensors.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
         unentered: blocks that share an input, with a projection of something else inside.
+        leaking: blocks that share an input and return a part.
         misused: sharded modules whose weight the model uses without calling them.
         replaced: modules that the forward pass of the model replaces by new ones.
         failure: why the pass did not finish; None if it did.
@@ -72,9 +75,11 @@ class Flow:
     on_parts: dict[str, None] = field(default_factory=dict)
     partial: dict[str, None] = field(default_factory=dict)
     counted_twice: dict[str, None] = field(default_factory=dict)
+    mixed: dict[str, None] = field(default_factory=dict)
     per_head: dict[str, None] = field(default_factory=dict)
     joint: dict[str, None] = field(default_factory=dict)
     unentered: dict[str, None] = field(default_factory=dict)
+    leaking: dict[str, None] = field(default_factory=dict)
     misused: dict[str, None] = field(default_factory=dict)
     replaced: dict[str, None] = field(default_factory=dict)
     failure: str | None = None
@@ -115,10 +120,14 @@ class _Parts(OperatorMode):
     For the other tensors it tracks the full parameters that they are computed from.
     """
 
-    def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
+    def __init__(self, flow: Flow, rules: TensorRules) -> None:
         super().__init__()
-        self.flow, self.styles = flow, styles
+        self.flow, self.rules = flow, rules
+        # Parameters of blocks, by name -> their block.
+        self.blocks: dict[str, str] = {}
         self.met: frozenset[str] = frozenset()
+        # Origins of full tensors that leave no trace in what is computed next.
+        self.left: frozenset[str] = frozenset()
         # The tensors are kept alive, so that their memory is not reused for others.
         self._parts: dict[int, Tensor] = {}
         self._origins: dict[int, tuple[Tensor, Origins]] = {}
@@ -138,6 +147,19 @@ class _Parts(OperatorMode):
     def is_part(self, tensor: Tensor) -> bool:
         return memory_of(tensor) in self._parts
 
+    def leave(self, *tensors: Tensor) -> None:
+        """Note that tensors leave the layer, or enter what sums the gradients of full inputs."""
+        self.left |= self._origins_of(tensors)
+
+    def is_summed(self, origin: str) -> bool:
+        """Return whether the rules sum the gradient of a module or a parameter of a block."""
+        style = self.rules.styles.get(self.blocks.get(origin, origin))
+        return origin in self.rules.summed or style in SUMMED_STYLES
+
+    def _origins_of(self, tensors: Iterable[Tensor]) -> Origins:
+        found = (self._origins[key][1] for key in map(memory_of, tensors) if key in self._origins)
+        return frozenset[str]().union(*found)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().partition(".")[0] in SHAPE_ONLY:
             return func(*args, **(kwargs or {}))
@@ -145,14 +167,12 @@ class _Parts(OperatorMode):
         for tensor in inputs:
             if (sharded := self._sharded.get(memory_of(tensor))) is not None:
                 self.flow.misused[sharded[1]] = None
-        origins = frozenset[str]().union(
-            *(self._origins[key][1] for key in map(memory_of, inputs) if key in self._origins)
-        )
+        origins = self._origins_of(inputs)
         is_part = any(map(self.is_part, inputs))
         if is_part:
             self.met |= origins
             # Sorted, because the order of a set differs between processes.
-            undeclared = (name for name in sorted(origins) if self.styles.get(name) not in SUMMED_STYLES)
+            undeclared = (name for name in sorted(origins) if not self.is_summed(name))
             self.flow.partial.update(dict.fromkeys(undeclared))
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
@@ -178,7 +198,7 @@ class _Pass:
         if attention_implementation(self.model.config) not in ("eager", "sdpa"):
             # Kernels for one kind of device do not run on meta. The parts are the same with SDPA.
             set_attention_implementation(self.model.config, "sdpa")
-        self.parts = _Parts(flow, rules.styles)
+        self.parts = _Parts(flow, rules)
         # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
@@ -205,7 +225,13 @@ class _Pass:
             stack.enter_context(self._new_modules_noted())
             with self.parts:
                 self.model(input_ids=ids, **mask, **no_router_logits(self.model), use_cache=False)
-        self.flow.counted_twice.update(dict.fromkeys(sorted(self.called - self.parts.met)))
+        self._judge_gradients()
+
+    def _judge_gradients(self) -> None:
+        met, of_blocks = self.parts.met, self.parts.left & self.parts.blocks.keys()
+        summed = self.called | {name for name in of_blocks if self.parts.is_summed(name)}
+        self.flow.counted_twice.update(dict.fromkeys(sorted(summed - met)))
+        self.flow.mixed.update(dict.fromkeys(sorted(of_blocks & met)))
 
     @contextmanager
     def _new_modules_noted(self) -> Iterator[None]:
@@ -262,7 +288,7 @@ class _Pass:
                 set_forward(module, stub)
             elif kind == "shared input":
                 self._take_own_parameters(below, module)
-                set_forward(module, partial(self._enter, module.forward))
+                set_forward(module, partial(self._enter, below, module.forward))
             elif self._is_replicated(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
@@ -298,31 +324,39 @@ class _Pass:
             self.flow.unentered[block] = None
         if x.shape[-1] != inputs:
             raise ValueError(f"a projection gets {x.shape[-1]} inputs where it has {inputs}")
+        self.parts.leave(x)
         result = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
         return self.parts.add_part(result) if origin is None else self.parts.add_full(result, origin)
 
     def _experts(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.parts.add_full(torch.empty_like(tensors_in((args, kwargs))[0]), HIDDEN_STATES)
+        inputs = tensors_in((args, kwargs))
+        self.parts.leave(*inputs)
+        return self.parts.add_full(torch.empty_like(inputs[0]), HIDDEN_STATES)
 
     def _take_own_parameters(self, name: str, module: nn.Module) -> None:
         for kind, parameter in list(module.named_parameters(recurse=False)):
             dim = self.rules.sharded_dims.get(f"{name}.{kind}")
             if dim is None:
-                self.parts.add_full(parameter, name)
+                self.parts.blocks[f"{name}.{kind}"] = name
+                self.parts.add_full(parameter, f"{name}.{kind}")
                 continue
             own = parameter.detach().narrow(dim, 0, parameter.shape[dim] // self.tp).clone()
             module.register_parameter(kind, nn.Parameter(own))
             self.parts.add_part(parameter_table(module)[kind])
 
-    def _enter(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return forward(self.parts.add_part(torch.empty_like(args[0])), *args[1:], **kwargs)
-        hidden = self.parts.add_part(torch.empty_like(kwargs["hidden_states"]))
-        return forward(**{**kwargs, "hidden_states": hidden})
+    def _enter(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        full = args[0] if args else kwargs["hidden_states"]
+        self.parts.leave(full)
+        hidden = self.parts.add_part(torch.empty_like(full))
+        output = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": hidden})
+        if any(map(self.parts.is_part, tensors_in(output)[:1])):
+            self.flow.leaking[name] = None
+        return output
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden = self.parts.add_full(torch.empty_like(args[0] if args else kwargs["hidden_states"]), HIDDEN_STATES)
         output = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": hidden})
+        self.parts.leave(*tensors_in(output)[:1])
         if any(self.parts.is_part(tensor) for tensor in tensors_in(output)[:1]):
             self.flow.partial[HIDDEN_STATES] = None
         return output

@@ -93,7 +93,8 @@ class LateWeight:
     """Mixin for a sharded projection, whose weight may get its gradient late.
 
     Attributes:
-        is_columnwise: whether its outputs are sharded, so that its input enters a block or itself.
+        is_columnwise: whether its outputs are sharded. The gradient of its input is partial then,
+            and is summed where the input enters it or its block.
         entrance: of the block; None if the gradient is never late.
         product: multiplies by the shard.
         is_transposed: whether the weight is (in, out).

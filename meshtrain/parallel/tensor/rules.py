@@ -28,6 +28,7 @@ class TensorRules:
     Attributes:
         styles: module name -> style.
         sharded_dims: name of a sharded parameter -> the dimension that is sharded over tp.
+        summed: names of full parameters whose gradients are summed by rules of their own.
         local_attributes: module name -> attributes that count only this process's part.
         local_inputs: module name -> inputs of which each process takes its heads.
         logits_are_sharded: whether the head returns only this process's part of the vocabulary.
@@ -35,6 +36,7 @@ class TensorRules:
 
     styles: Mapping[str, Style] = field(default_factory=dict)
     sharded_dims: Mapping[str, int] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
     local_attributes: Mapping[str, list[str]] = field(default_factory=dict)
     local_inputs: Mapping[str, list[str]] = field(default_factory=dict)
     logits_are_sharded: bool = False
@@ -85,6 +87,7 @@ def unchecked_rules(model: nn.Module, matched: MatchedRules, *, logits_are_shard
     return TensorRules(
         styles,
         dict(_sharded_dims(model, styles, of_parameters)),
+        frozenset(name for name, style in of_parameters.items() if STYLES[style].gradients == "partial"),
         matched.local_attributes,
         matched.local_inputs,
         logits_are_sharded,
@@ -171,16 +174,17 @@ def _bare_parameters(model: nn.Module, styles: Mapping[str, Style], of_parameter
         is_block = owner in styles and STYLES[styles[owner]].kind == "shared input"
         if owner not in styles or (is_block and not may_have_rule(name)):
             yield Problem(f"tensor.styles: no rule places the parameters of {as_pattern(owner)}", "add one")
-        elif is_block and not shards_parameter(of_parameters.get(name)):
+        elif is_block and not is_for_part(of_parameters.get(name)):
             yield Problem(
                 f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, and no rule shards its {as_pattern(name)}",
-                f"make that 'colwise', or {as_pattern(owner)} 'local_params'",
+                f"make that 'colwise', or {as_pattern(owner)} 'whole_sequence'",
             )
 
 
-def shards_parameter(style: Style | None) -> bool:
-    """Return whether the rule of a single parameter shards it."""
-    return style is not None and STYLES[style].is_for_parameters and STYLES[style].shards is not None
+def is_for_part(style: Style | None) -> bool:
+    """Return whether the rule of a single parameter is for one that a process uses on its part."""
+    row = None if style is None else STYLES[style]
+    return row is not None and row.is_for_parameters and (row.shards is not None or row.gradients == "partial")
 
 
 def _misplaced_head(head: str | None, styles: Mapping[str, Style]) -> Problems:
@@ -235,17 +239,19 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
     layers = find_layers(model)[0]
     for name, style in styles.items():
         row, what = STYLES[style], f"tensor.styles: {as_pattern(name)} is {style!r}"
-        block = next(blocks_of(name, styles, "shared input"), None)
+        blocks = chain(blocks_of(name, styles, "shared input"), blocks_of(name, styles, "experts"))
+        block = next(blocks, None)
         is_split = plan.sequence_parallel and name.startswith(f"{layers}.")
         if block is not None and row.kind == "replica" and row.gradients != "partial":
             yield Problem(
-                f"{what}, but inside of {as_pattern(block)} ('shared_input') each process works for its shards only, "
-                "so its gradient must be summed",
+                f"{what}, but inside of {as_pattern(block)} ({styles[block]!r}) each process works for its shards "
+                "only, so its gradient must be summed",
                 "make it 'replicated_with_grad_allreduce'",
             )
         elif is_split and row.needs_full_sequence and not any(blocks_of(name, styles, "full sequence")):
             alone = row.kind == "replica" and not any(True for _ in model.get_submodule(name).children())
-            advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
+            other = "sequence_parallel" if alone else "whole_sequence" if row.kind == "parameters" else None
+            advice = "set tensor.sequence_parallel = false" if other is None else f"make it {other!r}"
             yield Problem(
                 f"{what}, which needs the full sequence, but with tensor.sequence_parallel each process has a part of "
                 "it",

@@ -115,5 +115,8 @@ class StyleRow:
         if self.kind == "experts":
             # Their results are summed.
             return full_parameters(context.name, module, context.sharded_dims)
+        if self.has_parameter_rules:
+            own = (kind for kind, _ in module.named_parameters(recurse=False))
+            return [kind for kind in own if f"{context.name}.{kind}" in context.summed]
         has_bias = getattr(module, "bias", None) is not None
         return ["bias"] if self.gradients == "bias partial if split" and is_split and has_bias else []

@@ -257,7 +257,7 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "replicated_with_grad_allreduce": StyleRow(
         apply=_Replicate,
-        used_for="norms on heads (Qwen3)",
+        used_for="norms on heads (Qwen3), single parameters of a block",
         effect=(
             "The parameters are replicated, and each process applies them to its heads only. Their gradients "
             "are summed."
@@ -265,6 +265,7 @@ STYLES: dict[Style, StyleRow] = {
         kind="replica",
         gradients="partial",
         adapter="shared",
+        is_for_parameters=True,
         transformers=("replicated_with_grad_allreduce",),
     ),
     "replicated_heads": StyleRow(
@@ -318,7 +319,7 @@ STYLES: dict[Style, StyleRow] = {
         used_for="attention, MLP",
         effect=(
             "The input is gathered once for all projections: 4 collectives per layer and microbatch, not 7. "
-            "Parameters of the block itself (attention sinks) need rules that shard them."
+            "Parameters of the block itself (attention sinks) need rules that shard them, or sum their gradients."
         ),
         kind="shared input",
         has_parameter_rules=True,
@@ -328,7 +329,7 @@ STYLES: dict[Style, StyleRow] = {
         used_for="blocks that mix positions",
         effect=(
             "They get the full sequence, under sequence parallelism too. Rules may shard parameters of the block "
-            "itself."
+            "itself, or sum their gradients."
         ),
         kind="full sequence",
         has_parameter_rules=True,
