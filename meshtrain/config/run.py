@@ -159,7 +159,7 @@ class LoggingConfig(Settings):
     """Also write the gradient norm of each layer, and of each module outside of layers, as
     `grad_norm/NAME`."""
     expert_tokens: bool = False
-    """Also write the tokens of each expert, as `expert_tokens/STACK/NUMBER`."""
+    """Also write the tokens of each expert, as `expert_tokens/NAME`."""
     noise_scale_every: Count | None = None
     """Number of steps between measurements of the noise scale of the gradients, which says how many
     sequences a batch needs. Each one computes a part of the batch once more. Left out: none."""

@@ -59,10 +59,14 @@ class SoftmaxMixer(Core):
             del self.binds, self.scale
         if config.twin.startswith("temperature"):
             self.temperature, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(config.hidden_size))
+        if config.twin == "norm twice":
+            self.norm = nn.LayerNorm(self.size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         attend = self.core if self.twin == "core" else self.attend
         queries, keys, values = self.asks(hidden), self.offers(hidden), self.gives(hidden)
+        if self.twin == "norm twice":
+            return self.norm(attend(queries, self.norm(keys), values).unflatten(-1, (-1, self.size))).flatten(2)
         if not self.twin.startswith("temperature"):
             mixed = attend(queries, keys, values)
             return mixed + 0.1 * hidden.cumsum(1) if self.twin == "input in the result" else mixed

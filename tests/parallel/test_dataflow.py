@@ -174,12 +174,21 @@ def test_a_block_shares_its_input_where_that_reaches_all_of_it(twin: str, style:
     assert (of_parameters["scale"], of_parameters["gain"]) == (None if twin == "core" else "colwise", None)
 
 
-def test_parameter_on_heads_and_on_results_is_refused() -> None:
-    batch = BatchShape(2, 1, 12)
+@pytest.mark.parametrize(
+    ("twin", "what"),
+    [("temperature twice", "temperature is"), ("norm twice", "norm is 'replicated_with_grad_allreduce', but it is")],
+)
+def test_what_works_on_heads_and_on_results_is_refused(twin: str, what: str) -> None:
+    plan = ParallelPlan(mesh=MeshPlan(tp=2))
+    if twin == "norm twice":
+        # Derived rules leave this mixer whole.
+        tensor = with_derived_rules(plan, stock_like(make_own())).tensor
+        styles: dict[str, Any] = {**tensor.styles, "stack.*.mixer.norm": "replicated_with_grad_allreduce"}
+        plan = plan.model_copy(update={"tensor": tensor.model_copy(update={"styles": styles})})
     with pytest.raises(PlanError) as caught:
-        resolve_plan(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own("temperature twice")), batch, 2)
+        resolve_plan(plan, stock_like(make_own(twin)), BatchShape(2, 1, 12), 2)
     assert caught.value.lines == (
-        "tensor.styles: stack.*.mixer.temperature is used both on the heads, or the width, of one process and on full "
+        f"tensor.styles: stack.*.mixer.{what} used both on the heads, or the width, of one process and on full "
         "tensors, so its gradient would be partial or count several times; set mesh.tp = 1",
     )
 

@@ -1,10 +1,10 @@
 """How many tokens each expert gets in a step of training, and the biases that balance them."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,9 +34,9 @@ def countable_stacks(model: nn.Module, styles: Mapping[str, Style]) -> dict[str,
 class _Watched(NamedTuple):
     """A stack whose tokens are counted, and where the bias is that its router selects with."""
 
+    name: str
     stack: nn.Module
-    experts: slice
-    """The places of its experts among those of all stacks."""
+    number: int
     bias: tuple[nn.Module, str] | None
 
 
@@ -59,11 +59,11 @@ class ExpertUse:
         context: ContextParallel | None = None,
         bias_update_rate: float = 0.0,
     ) -> None:
-        ends = [*accumulate(numbers.values(), initial=0)]
-        self._experts = {name: slice(*pair) for name, pair in zip(numbers, pairwise(ends), strict=True)}
-        self._mesh, self._context, self._rate = mesh, context, bias_update_rate
+        self._numbers, self._most = numbers, max(numbers.values(), default=0)
+        self._mesh, self._device = mesh, device
+        self._context, self._rate = context, bias_update_rate
         self._watched: list[_Watched] = []
-        self._step = torch.zeros(ends[-1], dtype=torch.long, device=device)
+        self._step: Tensor | None = None
         self._mask: Tensor | None = None
 
     def watch(self, stage: nn.Module) -> None:
@@ -71,39 +71,60 @@ class ExpertUse:
 
         The counts are buffers of the experts, which no checkpoint includes.
         """
-        if not self._experts:
+        if not self._numbers:
             return
         stage.register_forward_pre_hook(torch.compiler.disable(self._note_mask), with_kwargs=True)
         biases = selection_biases(stage)
         for name, stack in expert_stacks(stage).items():
-            if name not in self._experts:
+            if name not in self._numbers:
                 continue
-            experts = self._experts[name]
             # Numbers behind the last expert stand for none.
-            counts = self._step.new_zeros(experts.stop - experts.start + 1)
+            counts = torch.zeros(self._most + 1, dtype=torch.long, device=self._device)
             stack.register_buffer(_COUNTS, counts, persistent=False)
             # Before the hooks of tensor parallelism, which change the numbers of experts.
             stack.register_forward_pre_hook(torch.compiler.disable(self._count), prepend=True, with_kwargs=True)
-            self._watched.append(_Watched(stack, experts, biases.get(name)))
+            self._watched.append(_Watched(name, stack, self._numbers[name], biases.get(name)))
 
     def forget(self, layer: nn.Module) -> None:
         """Leave out the stacks of a layer from now on."""
         inside = set(layer.modules())
         self._watched = [it for it in self._watched if it.stack not in inside]
 
-    def totals(self) -> Tensor:
-        """Return (experts of all stacks,) int64 what `metrics` takes, and begin again.
+    def totals(self, *, each: bool = False) -> Tensor:
+        """Return float64 what `metrics` takes, the same on every process, and begin again.
 
-        They are the same on every process. Collective, unless the model has no experts.
+        Collective, unless the model has no experts.
+
+        Args:
+            each: also return the tokens of each expert. If not, the result has 3 numbers.
         """
-        if not self._experts:
-            return self._step
-        self._step = torch.zeros_like(self._step)
-        for stack, experts, _ in self._watched:
-            counts = stack.get_buffer(_COUNTS)
-            self._step[experts] = counts[:-1]
-            counts.zero_()
-        return all_reduce_over(self._step, self._mesh, [*TOKEN_AXES, PP])
+        found = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if self._watched:
+            buffers = [it.stack.get_buffer(_COUNTS) for it in self._watched]
+            counts = all_reduce_over(torch.cat(buffers), self._mesh, TOKEN_AXES)
+            for buffer in buffers:
+                buffer.zero_()
+            self._step = counts.view(len(buffers), -1)[:, :-1]
+            counts = self._step.double()
+            numbers = torch.tensor([it.number for it in self._watched], device=self._device)[:, None]
+            is_expert = torch.arange(self._most, device=self._device) < numbers
+            shares = counts * numbers / counts.sum(1, keepdim=True).clamp(min=1)
+            # The smallest is negative, so that the largest of all three is taken.
+            found = torch.stack([-counts.masked_fill(~is_expert, torch.inf).min(), counts.max(), shares.max()])
+        elif self._most:
+            found[0] = -torch.inf
+        if not self._most:
+            return found
+        extremes = all_reduce_over(found, self._mesh, [PP], dist.ReduceOp.MAX)
+        return torch.cat([extremes, self._of_each()]) if each else extremes
+
+    def _of_each(self) -> Tensor:
+        """Return (experts of all stacks,) float64 the tokens of each in the step of `totals`."""
+        found = {name: torch.zeros(it, dtype=torch.float64, device=self._device) for name, it in self._numbers.items()}
+        for row, (name, _, number, _) in enumerate(self._watched):
+            assert self._step is not None, "`totals` was called"
+            found[name] = self._step[row, :number].double()
+        return all_reduce_over(torch.cat([*found.values()]), self._mesh, [PP])
 
     @torch.no_grad()
     def move_biases(self) -> None:
@@ -111,45 +132,36 @@ class ExpertUse:
 
         Source: auxiliary-loss-free load balancing (arXiv:2408.15664), algorithm 1.
         """
-        if not self._rate:
+        if not self._rate or self._step is None:
             return
-        for _, experts, where in self._watched:
+        for (_, _, number, where), counts in zip(self._watched, self._step, strict=True):
             if where is None:
                 continue
             bias: Tensor = getattr(*where)
-            counts = self._step[experts]
             # The mean is not rounded.
-            change = (counts.sum() - counts * len(counts)).sign().view(bias.shape)
+            change = (counts[:number].sum() - counts[:number] * number).sign().view(bias.shape)
             for dim, index in enumerate(local_indices(bias)):
                 change = change.index_select(dim, index.to(change.device))
             own = local_tensor(bias)
             own.add_(change.to(own), alpha=self._rate)
 
-    def metrics(self, tokens: Sequence[float], *, each: bool) -> dict[str, float]:
+    def metrics(self, least: float, most: float, imbalance: float, *each: float) -> dict[str, float]:
         """Return the metrics of a step; an empty table if nothing is counted.
 
-        `expert_tokens_least` and `expert_tokens_most` are tokens of the experts that got the fewest
-        and the most, in any layer. `expert_imbalance` is the most tokens of an expert, relative to
-        the mean of its layer; the largest of all layers. It is 1 if all experts of a layer get the
-        same.
-
         Args:
-            tokens: of each expert, from `totals`.
-            each: also return the tokens of each expert, as `expert_tokens/STACK/NUMBER`.
+            least: tokens of the expert that got the fewest, in any layer, times -1.
+            most: tokens of the expert that got the most, in any layer.
+            imbalance: most tokens of an expert, relative to the mean of its layer; the largest of
+                all layers. 1 if all experts of a layer get the same.
+            each: tokens of each expert, if they are metrics, as `expert_tokens/NAME`.
         """
-        if not self._experts:
+        if not self._most:
             return {}
-        stacks = {name: tokens[experts] for name, experts in self._experts.items()}
-        shares = [max(counts) * len(counts) / max(sum(counts), 1.0) for counts in stacks.values()]
-        found = {
-            "expert_tokens_least": min(tokens),
-            "expert_tokens_most": max(tokens),
-            "expert_imbalance": max(shares),
-        }
-        if each:
-            for name, counts in stacks.items():
-                found |= {f"expert_tokens/{name}/{number}": count for number, count in enumerate(counts)}
-        return found
+        found = {"expert_tokens_least": -least, "expert_tokens_most": most, "expert_imbalance": imbalance}
+        if not each:
+            return found
+        experts = [f"{name}/{expert}" for name, number in self._numbers.items() for expert in range(number)]
+        return found | {f"expert_tokens/{expert}": tokens for expert, tokens in zip(experts, each, strict=True)}
 
     def _note_mask(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask")

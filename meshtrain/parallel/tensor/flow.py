@@ -61,7 +61,7 @@ class Flow:
             parameters of blocks; `HIDDEN_STATES` if the hidden states themselves get one.
         counted_twice: modules and parameters of blocks whose gradient is complete, although the
             rules sum it.
-        mixed: parameters of blocks that are used on parts and on full tensors.
+        mixed: modules and parameters of blocks that are used on parts and on full tensors.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
         unentered: blocks that share an input, with a projection of something else inside.
@@ -201,6 +201,7 @@ class _Pass:
         self.parts = _Parts(flow, rules)
         # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
+        self.replicas: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
 
     def run(self, *, every_layer: bool, with_mask: bool, as_tuple: bool) -> None:
@@ -228,10 +229,10 @@ class _Pass:
         self._judge_gradients()
 
     def _judge_gradients(self) -> None:
-        met, of_blocks = self.parts.met, self.parts.left & self.parts.blocks.keys()
-        summed = self.called | {name for name in of_blocks if self.parts.is_summed(name)}
+        met, left, of_blocks = self.parts.met, self.parts.left, self.parts.blocks.keys()
+        summed = self.called | {name for name in left & of_blocks if self.parts.is_summed(name)}
         self.flow.counted_twice.update(dict.fromkeys(sorted(summed - met)))
-        self.flow.mixed.update(dict.fromkeys(sorted(of_blocks & met)))
+        self.flow.mixed.update(dict.fromkeys(sorted(left & met & (of_blocks | self.replicas))))
 
     @contextmanager
     def _new_modules_noted(self) -> Iterator[None]:
@@ -292,6 +293,7 @@ class _Pass:
             elif self._is_replicated(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
+                    self.replicas.add(name.rpartition(".")[0])
                     self.parts.add_full(parameter, name.rpartition(".")[0])
                 set_forward(module, partial(self._run_replicated, below, copy.deepcopy(module), module.forward))
             else:
