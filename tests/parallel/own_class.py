@@ -29,8 +29,12 @@ class Core(nn.Module):
         self.binds = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.scale = nn.Parameter(torch.linspace(0.5, 2.0, self.count))
         self.blend = nn.Parameter(torch.eye(self.count) + 0.1) if self.twin == "mix across heads" else None
+        if "temperature" in self.twin:
+            self.temperature, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(config.hidden_size))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if "temperature" in self.twin:
+            queries = queries * self.temperature
         batch, length, _ = queries.shape
         queries = queries.view(batch, length, self.count, self.size).transpose(1, 2)
         values = values.view(batch, length, self.count, self.size).transpose(1, 2)
@@ -39,7 +43,11 @@ class Core(nn.Module):
         mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
         if self.blend is not None:
             mixed = torch.einsum("bhtd,hg->bgtd", mixed, self.blend)
-        return self.binds(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = self.binds(mixed.transpose(1, 2).flatten(2))
+        if "temperature" in self.twin:
+            # One parameter is used on the heads, and the other one on the result.
+            result = result * self.gain
+        return result * self.temperature if self.twin == "temperature twice" else result
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self.attend(queries, keys, values)
@@ -53,26 +61,18 @@ class SoftmaxMixer(Core):
         self.asks = nn.Linear(config.hidden_size, config.hidden_size)
         self.offers = nn.Linear(config.hidden_size, self.size, bias=False)
         self.gives = nn.Linear(config.hidden_size, config.hidden_size)
-        if config.twin == "core":
+        self.norm = nn.LayerNorm(self.size) if config.twin == "norm twice" else nn.Identity()
+        if "core" in config.twin:
             # What it has as a core moves into a module inside.
             self.core = Core(config)
-            del self.binds, self.scale
-        if config.twin.startswith("temperature"):
-            self.temperature, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(config.hidden_size))
-        if config.twin == "norm twice":
-            self.norm = nn.LayerNorm(self.size)
+            for name in [*dict(self.named_parameters(recurse=False)), "binds"]:
+                delattr(self, name)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        attend = self.core if self.twin == "core" else self.attend
-        queries, keys, values = self.asks(hidden), self.offers(hidden), self.gives(hidden)
-        if self.twin == "norm twice":
-            return self.norm(attend(queries, self.norm(keys), values).unflatten(-1, (-1, self.size))).flatten(2)
-        if not self.twin.startswith("temperature"):
-            mixed = attend(queries, keys, values)
-            return mixed + 0.1 * hidden.cumsum(1) if self.twin == "input in the result" else mixed
-        # One parameter is used on the heads, and the other one on the result.
-        mixed = attend(queries * self.temperature, keys, values) * self.gain
-        return mixed * self.temperature if self.twin == "temperature twice" else mixed
+        attend = self.core if "core" in self.twin else self.attend
+        mixed = attend(self.asks(hidden), self.norm(self.offers(hidden)), self.gives(hidden))
+        mixed = self.norm(mixed.unflatten(-1, (-1, self.size))).flatten(2)
+        return mixed + 0.1 * hidden.cumsum(1) if self.twin == "input in the result" else mixed
 
 
 class SumMixer(nn.Module):

@@ -440,6 +440,22 @@ def test_norms_on_a_part_of_the_sequence_must_be_summed() -> None:
     )
 
 
+def test_block_with_parameters_of_its_heads_needs_the_full_sequence() -> None:
+    attention = "model.layers.*.self_attn"
+    model = meta_model("gpt_oss", "eager", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    plan = resolve_plan(make_plan("gpt_oss", mesh={"tp": 2}), model, BATCH, 2)
+    styles = {**plan.tensor.styles, attention: "local_params"}
+    changes = {"styles": styles, "sequence_parallel": True}
+    with_parts = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=changes)})
+    assert problems(with_parts, model) == (
+        f"tensor.styles: {attention} is 'local_params', which needs the full sequence, but with "
+        "tensor.sequence_parallel each process has a part of it; make it 'whole_sequence'",
+    )
+    changes["styles"] = {**styles, attention: "whole_sequence"}
+    advised = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=changes)})
+    assert resolve_plan(advised, model, BATCH, 2)
+
+
 def test_projection_that_cuts_its_input_needs_the_full_sequence() -> None:
     plan = changed_styles(**{"model.layers.*.mlp.down_proj": "rowwise_split_input"})
     with_parts = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"sequence_parallel": True})})

@@ -14,7 +14,7 @@ import meshtrain
 from meshtrain.config.mesh import EP, MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, TensorPlan
 from meshtrain.config.run import CheckpointConfig, LoggingConfig, ModelConfig, RunConfig
-from meshtrain.errors import ModelError
+from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import account
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -23,6 +23,7 @@ from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.stacks import num_experts
 from meshtrain.parallel.experts.trial import sums_weighted_results
 from meshtrain.parallel.shard import _placement, sharded_dim
+from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.shrink import shrink_mesh
 from tests.parallel.test_context import BATCH, assert_proven, case_of, meta_model, problems_of
@@ -219,6 +220,21 @@ def test_gradients_of_all_full_parameters_of_experts_are_summed_over_tp() -> Non
     assert len(wanted) == 4
     for found in run_on_ranks(2, gradients_of_full_parameters, {"tp": 2}):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_norm_in_experts_whose_gradient_no_rule_sums_is_refused() -> None:
+    with torch.device("meta"):
+        model = ScaledMixtral(MixtralConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64))
+    plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(dp_shard=1, tp=2)), model)
+    styles: dict[str, Any] = {**plan.tensor.styles, "model.layers.*.mlp.experts.norm": "replicate"}
+    wrong = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(wrong, model, BATCH, 2)
+    assert caught.value.lines == (
+        "tensor.styles: model.layers.*.mlp.experts.norm is 'replicate', but inside of model.layers.*.mlp.experts "
+        "('moe_tp_experts') each process works for its shards only, so its gradient must be summed; make it "
+        "'replicated_with_grad_allreduce'",
+    )
 
 
 def test_an_own_forward_of_experts_is_refused() -> None:

@@ -211,11 +211,10 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
     for names, (problem, advice) in (*kinds, (flow.counted_twice, TWICE), (flow.mixed, MIXED)):
         for name in names:
-            if name == HIDDEN_STATES or (name in flow.mixed and names is not flow.mixed):
-                continue
-            style = rules.styles.get(name)
-            rule = "" if style is None else f" is {style!r}, but it"
-            yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
+            if name != HIDDEN_STATES:
+                style = rules.styles.get(name)
+                rule = "" if style is None else f" is {style!r}, but it"
+                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:

@@ -8,7 +8,7 @@ Blocks whose parameters are all sharded share the collective of their input.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 
 from torch import nn
@@ -35,7 +35,6 @@ from meshtrain.parallel.tensor.rules import (
     is_for_part,
     is_module,
     match_rules,
-    may_have_rule,
     name_of,
     rule_names,
     unchecked_rules,
@@ -215,6 +214,9 @@ def _complete(
 def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
     """Return the styles of modules with full parameters that see a part of the heads or the width.
 
+    A block around projections may have parameters of its own that do, such as a temperature. They
+    get rules.
+
     Raises:
         PlanError: if the layers do not run on the meta device, which is the only way to find these
             modules.
@@ -232,6 +234,9 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
         # The pass runs only one layer of each kind; patterns find the same modules in the others.
         for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
+    for regex in {compile_pattern(as_pattern(it)) for it in flow.partial if it and not is_module(model, it)}:
+        summed = [name for name in names if regex.fullmatch(name)]
+        found |= dict.fromkeys(summed, SUMMED) | {name.rpartition(".")[0]: LOCAL for name in summed}
     of_heads = tuple(f"{name}." for name, style in {**styles, **found}.items() if style == PER_HEAD)
     return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
 
@@ -248,8 +253,8 @@ def _follow(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPla
 def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
     """Return the styles with what shows only when the blocks that share an input are known.
 
-    A module is summed if its results meet the heads of one process (the norm of a key that all
-    heads share), and so is a parameter of a block.
+    A module is summed if its results meet the heads of one process, as those of the norm of a key
+    that all heads share.
     """
     flow = _follow(model, styles, plan, tp)
     blocks = [name for name, style in styles.items() if style == "shared_input"]
@@ -261,13 +266,10 @@ def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tensor
         styles = _without_blocks(model, styles, unentered, leaking)
         styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
         flow = _follow(model, styles, plan, tp)
-    partial = {as_pattern(name) for name in flow.partial if name not in flow.mixed}
-    layers = find_layers(model)[0]
-    corrected = dict(styles)
-    for name in styles:
-        if name.startswith(f"{layers}.") and is_module(model, name):
-            corrected |= _summed(name, model.get_submodule(name), styles, partial)
-    return corrected
+    partial, layers = {as_pattern(name) for name in flow.partial}, find_layers(model)[0]
+    full = [it for it, style in styles.items() if style in ("replicate", "sequence_parallel", "whole_sequence")]
+    summed = [it for it in full if it.startswith(f"{layers}.") and as_pattern(it) in partial]
+    return {**styles, **dict.fromkeys(summed, SUMMED)}
 
 
 def _without_blocks(
@@ -290,24 +292,6 @@ def _without_blocks(
         elif any(True for _ in model.get_submodule(name).parameters(recurse=False)):
             found[name] = LOCAL
     return found
-
-
-def _summed(name: str, module: nn.Module, styles: Mapping[str, Style], partial: Container[str]) -> dict[str, Style]:
-    """Return the style of a module, and those of its own parameters, if gradients must be summed.
-
-    Args:
-        partial: patterns of the modules and parameters with partial gradients.
-    """
-    style = styles[name]
-    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
-    full = [it for it in own if it not in styles]
-    summed = [it for it in full if as_pattern(it) in partial]
-    is_full = style in ("replicate", "sequence_parallel", "whole_sequence")
-    if is_full and (as_pattern(name) in partial or (summed and summed == own)):
-        return {name: SUMMED}
-    if not summed or not (is_full or style == LOCAL) or not all(map(may_have_rule, summed)):
-        return {}
-    return {name: style if STYLES[style].has_parameter_rules else LOCAL, **dict.fromkeys(summed, SUMMED)}
 
 
 def _match_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:

@@ -44,6 +44,7 @@ REPLICATED = frozenset(name for name, row in STYLES.items() if row.kind == "repl
 SUMMED_STYLES = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
 # Those of modules that compute as in the stock model, so that a part must reach them.
 SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED_STYLES if not STYLES[name].own_heads)
+PROJECTIONS = frozenset(name for name, row in STYLES.items() if row.kind == "projection")
 OWN_HEADS = frozenset(name for name, row in STYLES.items() if row.own_heads)
 # Stands for tensors that are full on every process and whose gradient nothing would sum.
 HIDDEN_STATES = ""
@@ -201,7 +202,6 @@ class _Pass:
         self.parts = _Parts(flow, rules)
         # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
-        self.replicas: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
 
     def run(self, *, every_layer: bool, with_mask: bool, as_tuple: bool) -> None:
@@ -229,10 +229,14 @@ class _Pass:
         self._judge_gradients()
 
     def _judge_gradients(self) -> None:
-        met, left, of_blocks = self.parts.met, self.parts.left, self.parts.blocks.keys()
-        summed = self.called | {name for name in left & of_blocks if self.parts.is_summed(name)}
+        met, left = self.parts.met, self.parts.left
+        summed = self.called | {name for name in left & self.parts.blocks.keys() if self.parts.is_summed(name)}
         self.flow.counted_twice.update(dict.fromkeys(sorted(summed - met)))
-        self.flow.mixed.update(dict.fromkeys(sorted(left & met & (of_blocks | self.replicas))))
+        # A projection whose outputs all heads share sums their gradients where the heads begin.
+        projections = {name for name in left & met if self.rules.styles.get(name) in PROJECTIONS}
+        for name in sorted(left & met - projections - {HIDDEN_STATES}):
+            self.flow.mixed[name] = None
+            self.flow.partial.pop(name, None)
 
     @contextmanager
     def _new_modules_noted(self) -> Iterator[None]:
@@ -293,7 +297,6 @@ class _Pass:
             elif self._is_replicated(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
-                    self.replicas.add(name.rpartition(".")[0])
                     self.parts.add_full(parameter, name.rpartition(".")[0])
                 set_forward(module, partial(self._run_replicated, below, copy.deepcopy(module), module.forward))
             else:

@@ -250,8 +250,10 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
             )
         elif is_split and row.needs_full_sequence and not any(blocks_of(name, styles, "full sequence")):
             alone = row.kind == "replica" and not any(True for _ in model.get_submodule(name).children())
-            advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
-            advice = "make it 'whole_sequence'" if row.kind == "parameters" else advice
+            if row.kind == "parameters":
+                advice = "make it 'whole_sequence'"
+            else:
+                advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
             yield Problem(
                 f"{what}, which needs the full sequence, but with tensor.sequence_parallel each process has a part of "
                 "it",

@@ -107,16 +107,13 @@ class StyleRow:
             module: of this style.
             context: of the module.
         """
-        is_split = context.region.sequence_parallel
-        if self.gradients == "partial":
-            return [kind for kind, _ in module.named_parameters(recurse=False)]
-        if self.gradients == "partial if split" and is_split:
-            return [kind for kind, _ in module.named_parameters(recurse=False)]
+        is_split, own = context.region.sequence_parallel, [kind for kind, _ in module.named_parameters(recurse=False)]
+        if self.gradients == "partial" or (self.gradients == "partial if split" and is_split):
+            return own
         if self.kind == "experts":
             # Their results are summed.
             return full_parameters(context.name, module, context.sharded_dims)
         if self.has_parameter_rules:
-            own = (kind for kind, _ in module.named_parameters(recurse=False))
             return [kind for kind in own if f"{context.name}.{kind}" in context.summed]
         has_bias = getattr(module, "bias", None) is not None
         return ["bias"] if self.gradients == "bias partial if split" and is_split and has_bias else []
