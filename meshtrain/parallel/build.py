@@ -39,7 +39,7 @@ from meshtrain.parallel.cut.probe import Structure
 from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
-from meshtrain.parallel.experts.use import ExpertUse, countable_stacks
+from meshtrain.parallel.experts.use import ExpertUse, countable_stacks, counts_tokens
 from meshtrain.parallel.float8 import apply_float8
 from meshtrain.parallel.float8.gather import apply_float8_gather, gathers_in_float8
 from meshtrain.parallel.float8.layers import find_float8_layers
@@ -226,9 +226,7 @@ def _find(
     parameters = dict(model.named_parameters(remove_duplicate=False)) | adapter_parameters(adapters)
     formulas = None if stock_loss else find_formulas(model, router)
     rules = _tensor_rules(model, mesh, plan, adapters)
-    # The counts cut the graphs of compiled layers. A program has no metrics.
-    is_counted = bool(router.bias_update_rate) or not (stock_loss or plan.compile.enabled)
-    counted = countable_stacks(model, rules.styles) if is_counted else {}
+    counted = countable_stacks(model, rules.styles) if counts_tokens(plan, router, stock_loss=stock_loss) else {}
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     return _Whole(

@@ -209,7 +209,7 @@ class _Totals(NamedTuple):
     terms: tuple[float, ...]
     router_means: tuple[float, ...]
     experts: tuple[float, ...]
-    """Of the tokens that experts got; those of each, if they are metrics."""
+    """What `ExpertUse.metrics` takes."""
     layer_norms: tuple[float, ...]
     small: tuple[float, ...]
     """Norm and trained tokens of a part of the batch, if the noise of gradients is measured."""
@@ -262,8 +262,10 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     found = torch.stack([norm, loss / scale, num_filled, computed.num_tokens.to(norm), *means])
     layers = (norms.to(found) / scale for norms in context.layer_norms.of(pipeline))
     small = (it.to(found).unsqueeze(0) for it in computed.small)
-    experts = pipeline.expert_use.totals(each=context.each_expert).to(found)
-    return filled, norm, torch.cat([found, experts, *layers, *small])
+    experts = [pipeline.expert_use.totals().to(found)]
+    if context.each_expert:
+        experts.append(pipeline.expert_use.of_each().to(found))
+    return filled, norm, torch.cat([found, *experts, *layers, *small])
 
 
 def _judge(context: StepContext, totals: _Totals, step: int, sample_ids: np.ndarray) -> tuple[bool, str | None]:

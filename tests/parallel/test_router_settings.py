@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, PrecisionPlan, RecomputePlan, TensorPlan
-from meshtrain.config.run import STOCK_ROUTER, CheckpointConfig, ModelConfig, RouterConfig, RunConfig
+from meshtrain.config.run import STOCK_ROUTER, CheckpointConfig, LoggingConfig, ModelConfig, RouterConfig, RunConfig
 from meshtrain.errors import ConfigError, PlanError
 from meshtrain.models.tiny import default_config, shrink
 from meshtrain.parallel.check import resolve_plan
@@ -21,6 +21,7 @@ from meshtrain.parallel.check.routers import _check_biases, check_expert_tokens
 from meshtrain.parallel.experts.stacks import expert_stacks, selection_biases
 from meshtrain.parallel.experts.use import countable_stacks
 from meshtrain.parallel.routers.formulas import find_routers, z_loss
+from meshtrain.training.resolve import resolve_run
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove_together, quiet_ranks
 from meshtrain.verify.reference import build_stock
@@ -255,11 +256,30 @@ def test_tokens_of_each_expert_are_refused_where_they_are_not_counted() -> None:
         f"{asks}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts break "
         "the graphs of layers; leave one of them out"
     )
-    parts = TensorPlan(styles={"model.layers.*.mlp.experts": "sequence_parallel"}, auto=True, sequence_parallel=True)
-    assert asked_for_each_expert("mixtral", mesh=MeshPlan(dp_shard=1, tp=2), tensor=parts) == (
-        f"tensor.styles: model.layers.*.mlp.experts is 'sequence_parallel', but {asks}, and every process needs the "
-        "choices of whole microbatches for them; make it 'moe_tp_experts', or leave logging.expert_tokens out"
-    )
+    # The experts of the other layers are counted.
+    for layer in ("*", "1"):
+        part: Any = {f"model.layers.{layer}.mlp.experts": "sequence_parallel"}
+        plan = TensorPlan(styles=part, auto=True, sequence_parallel=True)
+        assert asked_for_each_expert("mixtral", mesh=MeshPlan(dp_shard=1, tp=2), tensor=plan) == (
+            f"tensor.styles: model.layers.*.mlp.experts is 'sequence_parallel', but {asks}, and every process needs "
+            "the choices of whole microbatches for them; make it 'moe_tp_experts', or leave logging.expert_tokens out"
+        )
+
+
+def test_tokens_of_experts_without_a_known_number_are_refused() -> None:
+    model = meta_model("mixtral")
+    for stack in expert_stacks(model).values():
+        del stack.num_experts
+    with pytest.raises(ConfigError, match="MixtralForCausalLM, whose numbers of experts are not known; leave it out"):
+        check_expert_tokens(ParallelPlan(), model, STOCK_ROUTER)
+
+
+def test_run_is_refused_if_it_asks_for_tokens_that_are_not_counted(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "compiled", {}, 1, compile=CompilePlan(enabled=True))
+    with pytest.raises(
+        ConfigError, match=r"logging\.expert_tokens asks for the tokens of each expert, but with compile"
+    ):
+        resolve_run(run.model_copy(update={"logging": LoggingConfig(expert_tokens=True)}))
 
 
 def test_tokens_of_each_expert_are_counted_in_compiled_layers_for_biases() -> None:

@@ -14,7 +14,7 @@ from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
-from meshtrain.parallel.experts.use import countable_stacks
+from meshtrain.parallel.experts.use import countable_stacks, counts_tokens
 from meshtrain.parallel.routers.formulas import RouterFormulas, find_formulas, find_routers
 from meshtrain.parallel.routers.trial import returns_logits
 from meshtrain.parallel.tensor.rules import Problems, resolve_rules
@@ -22,7 +22,6 @@ from meshtrain.parallel.tensor.styles import STYLES
 
 # Number formats in which a small step of a bias is lost.
 SHORT = ("bfloat16", "float16")
-LEAVE_OUT = "leave it out"
 
 
 def check_routers(plan: ParallelPlan, model: PreTrainedModel, router: RouterConfig) -> Problems:
@@ -64,20 +63,22 @@ def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: Rout
         router: of the run.
 
     Raises:
-        ConfigError: if no expert's tokens are counted.
+        ConfigError: if they are not.
     """
     asked = "logging.expert_tokens asks for the tokens of each expert"
     if not numbers_of_experts(model):
         what = "whose numbers of experts are not known" if expert_stacks(model) else "which has no stacked experts"
-        raise ConfigError(f"{asked}, but the model is a {type(model).__name__}, {what}", LEAVE_OUT)
-    if plan.compile.enabled and not router.bias_update_rate:
+        raise ConfigError(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
+    if not counts_tokens(plan, router):
         raise ConfigError(
             f"{asked}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts "
             "break the graphs of layers",
             "leave one of them out",
         )
-    if plan.mesh.tp > 1 and not countable_stacks(model, styles := _styles(plan, model)):
-        name = next(iter(numbers_of_experts(model)))
+    styles = _styles(plan, model) if plan.mesh.tp > 1 else {}
+    countable = countable_stacks(model, styles)
+    name = next((it for it in numbers_of_experts(model) if it not in countable), None)
+    if name is not None:
         raise ConfigError(
             f"tensor.styles: {as_pattern(name)} is {styles[name]!r}, but {asked}, and every process needs the choices "
             "of whole microbatches for them",
@@ -102,7 +103,7 @@ def _check_logits(model: PreTrainedModel) -> Problems:
     yield Problem(
         f"router.z_loss asks for a loss of the logits of routers, but what those of {type(model).__name__} return are "
         "not logits, one row per token",
-        LEAVE_OUT,
+        "leave it out",
     )
 
 
@@ -130,7 +131,7 @@ def _check_biases(
     if not found:
         has_experts = bool(expert_stacks(model))
         what = "whose routers have no bias to select experts with" if has_experts else "which has no stacked experts"
-        yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", LEAVE_OUT)
+        yield Problem(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
     for name, bias in found.items():
         size, dtype, number = getattr(*bias).numel(), getattr(*bias).dtype, numbers.get(name)
         if name in numbers and name not in countable:
@@ -156,5 +157,5 @@ def _check_biases(
             return
         if number != size:
             experts = "experts, whose number is not known" if number is None else f"{number} experts"
-            yield Problem(f"{asked}, but {name} has {size} biases for {experts}", LEAVE_OUT)
+            yield Problem(f"{asked}, but {name} has {size} biases for {experts}", "leave it out")
             return

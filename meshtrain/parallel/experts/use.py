@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.autograd import number_of_backward_pass
 from meshtrain.config.mesh import PP, TOKEN_AXES
-from meshtrain.config.plan import Style
+from meshtrain.config.plan import ParallelPlan, Style
+from meshtrain.config.run import RouterConfig
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.experts.stacks import expert_stacks, numbers_of_experts, selection_biases
@@ -31,12 +32,24 @@ def countable_stacks(model: nn.Module, styles: Mapping[str, Style]) -> dict[str,
     return {name: it for name, it in numbers if name not in styles or STYLES[styles[name]].gradients == "full"}
 
 
+def counts_tokens(plan: ParallelPlan, router: RouterConfig, *, stock_loss: bool = False) -> bool:
+    """Return whether the tokens of experts are counted, for biases or as metrics.
+
+    The counts cut the graphs of compiled layers.
+
+    Args:
+        plan: resolved.
+        router: of the run.
+        stock_loss: whether a program computes the loss, which has no metrics.
+    """
+    return bool(router.bias_update_rate) or not (stock_loss or plan.compile.enabled)
+
+
 class _Watched(NamedTuple):
     """A stack whose tokens are counted, and where the bias is that its router selects with."""
 
     name: str
     stack: nn.Module
-    number: int
     bias: tuple[nn.Module, str] | None
 
 
@@ -83,20 +96,17 @@ class ExpertUse:
             stack.register_buffer(_COUNTS, counts, persistent=False)
             # Before the hooks of tensor parallelism, which change the numbers of experts.
             stack.register_forward_pre_hook(torch.compiler.disable(self._count), prepend=True, with_kwargs=True)
-            self._watched.append(_Watched(name, stack, self._numbers[name], biases.get(name)))
+            self._watched.append(_Watched(name, stack, biases.get(name)))
 
     def forget(self, layer: nn.Module) -> None:
         """Leave out the stacks of a layer from now on."""
         inside = set(layer.modules())
         self._watched = [it for it in self._watched if it.stack not in inside]
 
-    def totals(self, *, each: bool = False) -> Tensor:
-        """Return float64 what `metrics` takes, the same on every process, and begin again.
+    def totals(self) -> Tensor:
+        """Return (3,) float64 what `metrics` takes, the same on every process, and begin again.
 
         Collective, unless the model has no experts.
-
-        Args:
-            each: also return the tokens of each expert. If not, the result has 3 numbers.
         """
         found = torch.zeros(3, dtype=torch.float64, device=self._device)
         if self._watched:
@@ -106,24 +116,24 @@ class ExpertUse:
                 buffer.zero_()
             self._step = counts.view(len(buffers), -1)[:, :-1]
             counts = self._step.double()
-            numbers = torch.tensor([it.number for it in self._watched], device=self._device)[:, None]
+            numbers = torch.tensor([self._numbers[it.name] for it in self._watched], device=self._device)[:, None]
             is_expert = torch.arange(self._most, device=self._device) < numbers
             shares = counts * numbers / counts.sum(1, keepdim=True).clamp(min=1)
             # The smallest is negative, so that the largest of all three is taken.
             found = torch.stack([-counts.masked_fill(~is_expert, torch.inf).min(), counts.max(), shares.max()])
         elif self._most:
             found[0] = -torch.inf
-        if not self._most:
-            return found
-        extremes = all_reduce_over(found, self._mesh, [PP], dist.ReduceOp.MAX)
-        return torch.cat([extremes, self._of_each()]) if each else extremes
+        return all_reduce_over(found, self._mesh, [PP], dist.ReduceOp.MAX) if self._most else found
 
-    def _of_each(self) -> Tensor:
-        """Return (experts of all stacks,) float64 the tokens of each in the step of `totals`."""
+    def of_each(self) -> Tensor:
+        """Return (experts of all stacks,) float64 the tokens of each in the step of `totals`.
+
+        They are the same on every process. Collective.
+        """
         found = {name: torch.zeros(it, dtype=torch.float64, device=self._device) for name, it in self._numbers.items()}
-        for row, (name, _, number, _) in enumerate(self._watched):
-            assert self._step is not None, "`totals` was called"
-            found[name] = self._step[row, :number].double()
+        if self._step is not None:
+            for (name, _, _), counts in zip(self._watched, self._step, strict=True):
+                found[name] = counts[: self._numbers[name]].double()
         return all_reduce_over(torch.cat([*found.values()]), self._mesh, [PP])
 
     @torch.no_grad()
@@ -134,9 +144,10 @@ class ExpertUse:
         """
         if not self._rate or self._step is None:
             return
-        for (_, _, number, where), counts in zip(self._watched, self._step, strict=True):
+        for (name, _, where), counts in zip(self._watched, self._step, strict=True):
             if where is None:
                 continue
+            number = self._numbers[name]
             bias: Tensor = getattr(*where)
             # The mean is not rounded.
             change = (counts[:number].sum() - counts[:number] * number).sign().view(bias.shape)
@@ -153,7 +164,7 @@ class ExpertUse:
             most: tokens of the expert that got the most, in any layer.
             imbalance: most tokens of an expert, relative to the mean of its layer; the largest of
                 all layers. 1 if all experts of a layer get the same.
-            each: tokens of each expert, if they are metrics, as `expert_tokens/NAME`.
+            each: from `of_each`, if the tokens of each expert are metrics.
         """
         if not self._most:
             return {}
