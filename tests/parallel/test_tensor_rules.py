@@ -173,7 +173,7 @@ def test_only_the_table_has_facts_about_single_styles() -> None:
     package = Path(meshtrain.__file__).parent
     # The configuration has the names, and derived rules choose among them.
     allowed = {"config/plan.py", "parallel/tensor/styles.py", "parallel/tensor/derive.py"}
-    allowed |= {"parallel/tensor/dataflow/__init__.py", "parallel/tensor/shared_heads.py"}
+    allowed |= {f"parallel/tensor/{name}.py" for name in ("dataflow/__init__", "input_blocks", "shared_heads")}
     # The names of transformers, in the plan of a class that is made.
     allowed |= {"compat/causal_head.py"}
     # A recipe of float8 is also called like a style.

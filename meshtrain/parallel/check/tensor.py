@@ -17,8 +17,9 @@ from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.tensor.dataflow.checks import where_shares_differ
-from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
+from meshtrain.parallel.tensor.flow import follow_heads
 from meshtrain.parallel.tensor.head_share import heads_of, local_value, uneven_heads
+from meshtrain.parallel.tensor.origins import HIDDEN_STATES, Flow
 from meshtrain.parallel.tensor.rules import (
     Problems,
     TensorRules,

@@ -14,10 +14,12 @@ Modules:
     flow: follows the parts of the heads through one forward pass on the meta device.
     head_share: counts the heads of one process, also where tp does not divide their number.
     heads: makes attention modules count and read only the heads of one process.
+    input_blocks: chooses the blocks that share an input, or get the full sequence.
     late_gradients: computes gradients of weights while those of their inputs are summed.
     local_shapes: gives the traces of a cut model the shapes of one process.
     memory: remembers what was found out about classes.
     modules: module classes that hold a shard of their weights.
+    origins: tracks which tensors are parts, and which parameters the full ones come from.
     own_heads: applies the styles of projections and parameters of heads that stay full.
     probes: finds out by a cheap run what a module of an unknown class does.
     region: how hidden states are distributed over tp, and the collectives around sharded weights.

@@ -22,17 +22,17 @@ from meshtrain.errors import PlanError, UserError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.behavior import works_on_positions
 from meshtrain.parallel.tensor.dataflow.checks import where_rules_fail
 from meshtrain.parallel.tensor.dataflow.parts import WAYS
-from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
+from meshtrain.parallel.tensor.flow import follow_heads
+from meshtrain.parallel.tensor.input_blocks import LOCAL, SUMMED, alone_on_parts, blocks_inside
 from meshtrain.parallel.tensor.memory import remembered
-from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
+from meshtrain.parallel.tensor.origins import HIDDEN_STATES, Flow
+from meshtrain.parallel.tensor.requirements import is_lookup
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
     TensorRules,
     blocks_of,
-    is_for_part,
     is_module,
     match_rules,
     name_of,
@@ -41,13 +41,10 @@ from meshtrain.parallel.tensor.rules import (
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
 from meshtrain.parallel.tensor.sources import FROM_TRANSFORMERS, RuleTables, from_values, own_rules, without_gathering
-from meshtrain.parallel.tensor.styles import STYLES
 
 # Names of transformers for projections and experts that hold several parts.
 PACKED = ("packed_colwise", "packed_rowwise")
-SUMMED: Style = "replicated_with_grad_allreduce"
 PER_HEAD: Style = "per_head"
-LOCAL: Style = "local_params"
 
 
 def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
@@ -203,10 +200,10 @@ def _complete(
     styles |= _on_heads(model, styles, plan, tp)
     for index, layer in enumerate(layers):
         for child, module in layer.named_children():
-            styles |= dict(_blocks(f"{prefix}{index}.{child}", module, styles))
-    styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
+            styles |= dict(blocks_inside(f"{prefix}{index}.{child}", module, styles))
+    styles |= dict.fromkeys(alone_on_parts(model, styles), "shared_outputs")
     styles = _corrected(model, styles, plan, tp)
-    styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
+    styles |= dict.fromkeys(alone_on_parts(model, styles), "shared_outputs")
     order = [name for name in rule_names(model) if name in styles]
     return {name: styles[name] for name in order}
 
@@ -264,7 +261,7 @@ def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tensor
     leaking = list(flow.leaking) if HIDDEN_STATES in flow.partial else []
     if unentered or leaking:
         styles = _without_blocks(model, styles, unentered, leaking)
-        styles |= dict.fromkeys(_alone_on_parts(model, styles), "shared_outputs")
+        styles |= dict.fromkeys(alone_on_parts(model, styles), "shared_outputs")
         flow = _follow(model, styles, plan, tp)
     partial, layers = {as_pattern(name) for name in flow.partial}, find_layers(model)[0]
     full = [it for it, style in styles.items() if style in ("replicate", "sequence_parallel", "whole_sequence")]
@@ -342,74 +339,6 @@ def _ends(model: PreTrainedModel) -> dict[str, Style]:
         name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate",
         name_of(model, head): "colwise_gather_output" if colwise else "replicate",
     }
-
-
-def _alone_on_parts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[str]:
-    """Yield projections whose outputs all shards use, and whose input no block makes full once."""
-    for name, style in styles.items():
-        alone = style == SUMMED and not any(blocks_of(name, styles, "shared input"))
-        if alone and is_module(model, name) and is_projection(model.get_submodule(name)):
-            yield name
-
-
-def _blocks(name: str, module: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
-    """Yield the style of a part of a layer, and of the blocks inside it that share an input."""
-    found = _block(name, module, styles)
-    if found.get(name) == "whole_sequence" and name not in styles:
-        apart = _apart(name, module, styles)
-        found = found if apart is None else apart
-    yield from found.items()
-    if found.get(name) == "whole_sequence" and styles.get(name) in (None, LOCAL):
-        for child, inside in module.named_children():
-            for below, style in _blocks(f"{name}.{child}", inside, styles):
-                if style == "shared_input":
-                    yield below, style
-
-
-def _apart(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style] | None:
-    """Return the styles of the parts of a block that combines them on a part of the sequence.
-
-    BERT's output, for example, has a row-wise projection, and a norm on the sum of its result and
-    the hidden states.
-
-    Returns:
-        None if a part needs the full sequence.
-    """
-    if any(True for _ in module.parameters(recurse=False)):
-        return None
-    found: dict[str, Style] = {}
-    for child, inside in module.named_children():
-        below, is_ruled = f"{name}.{child}", f"{name}.{child}" in styles
-        if not any(True for _ in inside.parameters()) or (is_ruled and STYLES[styles[below]].takes_cut):
-            continue
-        # A block with full projections may compute anything between them, such as attention.
-        of_child = {} if is_projection(inside) else _block(below, inside, styles)
-        if of_child.get(below) not in ("sequence_parallel", "shared_input"):
-            apart = None if is_ruled else _apart(below, inside, styles)
-            if apart is None:
-                return None
-            of_child = apart
-        found |= of_child
-    return found
-
-
-def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Return the style of a part of a layer, by name: a norm, a projection, or a block of these."""
-    style = styles.get(name)
-    if not any(True for _ in module.parameters()) or style not in (None, "replicate", LOCAL):
-        return {}
-    if style == "replicate":
-        # A norm or a projection works on each position alone, so a part of the sequence suffices.
-        if not any(True for _ in module.children()):
-            alone = is_projection(module) or works_on_positions(module)
-            return {name: "sequence_parallel"} if alone else {}
-        return {name: "whole_sequence"}
-    own = [f"{name}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
-    inside = [STYLES[it] for below, it in styles.items() if below.startswith(f"{name}.") and below not in own]
-    works_on_parts = all(row.works_on_part for row in inside) and all(is_for_part(styles.get(it)) for it in own)
-    if works_on_parts and any(row.shards == "outputs" for row in inside):
-        return {name: "shared_input"}
-    return {name: "whole_sequence"}
 
 
 def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -8,9 +8,8 @@ pass follows every tensor that is a part, and records the full parameters that a
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in
+from meshtrain.compat.autograd import all_entries_nonzero, tensors_in
 from meshtrain.compat.nn import parameter_table, set_forward
 from meshtrain.compat.transformers import attention_implementation, set_attention_implementation
 from meshtrain.config.plan import Style
 from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.hooks import hooks_disabled
-from meshtrain.parallel.cut.meta import SHAPE_ONLY, KnownLists, WithoutValues
+from meshtrain.parallel.cut.meta import KnownLists, WithoutValues
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     find_layers,
@@ -35,56 +34,16 @@ from meshtrain.parallel.tensor.behavior import behavior_on_heads
 from meshtrain.parallel.tensor.head_share import heads_of, uneven_heads
 from meshtrain.parallel.tensor.heads import apply_local_heads, local_widths
 from meshtrain.parallel.tensor.modules import see_own_heads
+from meshtrain.parallel.tensor.origins import HIDDEN_STATES, SUMMED_STYLES, Flow, Parts
 from meshtrain.parallel.tensor.rules import TensorRules, blocks_of
 from meshtrain.parallel.tensor.styles import STYLES
 
 # Styles of modules that have all their parameters on every process.
 REPLICATED = frozenset(name for name, row in STYLES.items() if row.kind == "replica")
-# Styles of full parameters whose partial gradients are summed over tp.
-SUMMED_STYLES = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
 # Those of modules that compute as in the stock model, so that a part must reach them.
 SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED_STYLES if not STYLES[name].own_heads)
 PROJECTIONS = frozenset(name for name, row in STYLES.items() if row.kind == "projection")
 OWN_HEADS = frozenset(name for name, row in STYLES.items() if row.own_heads)
-# Stands for tensors that are full on every process and whose gradient nothing would sum.
-HIDDEN_STATES = ""
-Origins = frozenset[str]
-
-
-@dataclass
-class Flow:
-    """How full parameters are used on parts of the heads, and which rules cannot be followed.
-
-    Attributes:
-        on_parts: modules with full parameters that are called with a part of the heads or of a
-            width.
-        partial: modules whose parameters get a partial gradient that the rules do not sum, and such
-            parameters of blocks; `HIDDEN_STATES` if the hidden states themselves get one.
-        counted_twice: modules and parameters of blocks whose gradient is complete, although the
-            rules sum it.
-        mixed: modules and parameters of blocks that are used on parts and on full tensors.
-        per_head: modules that have parameters of their own for each head.
-        joint: modules that compute over several heads at once.
-        unentered: blocks that share an input, with a projection of something else inside.
-        leaking: blocks that share an input and return a part.
-        misused: sharded modules whose weight the model uses without calling them.
-        replaced: modules that the forward pass of the model replaces by new ones.
-        failure: why the pass did not finish; None if it did.
-        ran: whether the layers run on the meta device at all; if not, nothing is known.
-    """
-
-    on_parts: dict[str, None] = field(default_factory=dict)
-    partial: dict[str, None] = field(default_factory=dict)
-    counted_twice: dict[str, None] = field(default_factory=dict)
-    mixed: dict[str, None] = field(default_factory=dict)
-    per_head: dict[str, None] = field(default_factory=dict)
-    joint: dict[str, None] = field(default_factory=dict)
-    unentered: dict[str, None] = field(default_factory=dict)
-    leaking: dict[str, None] = field(default_factory=dict)
-    misused: dict[str, None] = field(default_factory=dict)
-    replaced: dict[str, None] = field(default_factory=dict)
-    failure: str | None = None
-    ran: bool = True
 
 
 def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
@@ -115,77 +74,6 @@ def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
     return Flow(failure=_first_line(failure), ran=False)
 
 
-class _Parts(OperatorMode):
-    """Dispatch mode that tracks which tensors are parts.
-
-    For the other tensors it tracks the full parameters that they are computed from.
-    """
-
-    def __init__(self, flow: Flow, rules: TensorRules) -> None:
-        super().__init__()
-        self.flow, self.rules = flow, rules
-        # Parameters of blocks, by name -> their block.
-        self.blocks: dict[str, str] = {}
-        self.met: frozenset[str] = frozenset()
-        # Origins of full tensors that leave no trace in what is computed next.
-        self.left: frozenset[str] = frozenset()
-        # The tensors are kept alive, so that their memory is not reused for others.
-        self._parts: dict[int, Tensor] = {}
-        self._origins: dict[int, tuple[Tensor, Origins]] = {}
-        self._sharded: dict[int, tuple[Tensor, str]] = {}
-
-    def add_part(self, tensor: Tensor) -> Tensor:
-        self._parts[memory_of(tensor)] = tensor
-        return tensor
-
-    def add_full(self, tensor: Tensor, *origins: str) -> Tensor:
-        self._origins[memory_of(tensor)] = tensor, frozenset(origins)
-        return tensor
-
-    def add_sharded(self, tensor: Tensor, name: str) -> None:
-        self._sharded[memory_of(tensor)] = tensor, name
-
-    def is_part(self, tensor: Tensor) -> bool:
-        return memory_of(tensor) in self._parts
-
-    def leave(self, *tensors: Tensor) -> None:
-        """Note that tensors leave the layer, or enter what sums the gradients of full inputs."""
-        self.left |= self._origins_of(tensors)
-
-    def is_summed(self, origin: str) -> bool:
-        """Return whether the rules sum the gradient of a module or a parameter of a block."""
-        style = self.rules.styles.get(self.blocks.get(origin, origin))
-        return origin in self.rules.summed or style in SUMMED_STYLES
-
-    def _origins_of(self, tensors: Iterable[Tensor]) -> Origins:
-        found = (self._origins[key][1] for key in map(memory_of, tensors) if key in self._origins)
-        return frozenset[str]().union(*found)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0] in SHAPE_ONLY:
-            return func(*args, **(kwargs or {}))
-        inputs = tensors_in((args, kwargs))
-        for tensor in inputs:
-            if (sharded := self._sharded.get(memory_of(tensor))) is not None:
-                self.flow.misused[sharded[1]] = None
-        origins = self._origins_of(inputs)
-        is_part = any(map(self.is_part, inputs))
-        if is_part:
-            self.met |= origins
-            # Sorted, because the order of a set differs between processes.
-            undeclared = (name for name in sorted(origins) if not self.is_summed(name))
-            self.flow.partial.update(dict.fromkeys(undeclared))
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            if is_part:
-                self.add_part(tensor)
-                self._origins.pop(memory_of(tensor), None)
-            elif origins and tensor.is_floating_point():
-                # Integer tensors, such as indices, pass no gradient back.
-                self.add_full(tensor, *origins)
-        return result
-
-
 class _Pass:
     """One forward pass of a copy of the model, with the parts of one process of `tp`."""
 
@@ -199,7 +87,7 @@ class _Pass:
         if attention_implementation(self.model.config) not in ("eager", "sdpa"):
             # Kernels for one kind of device do not run on meta. The parts are the same with SDPA.
             set_attention_implementation(self.model.config, "sdpa")
-        self.parts = _Parts(flow, rules)
+        self.parts = Parts(flow, rules)
         # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
