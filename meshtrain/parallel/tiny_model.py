@@ -82,8 +82,12 @@ def on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
 
 
 @contextmanager
-def copies_must_run(tiny: PreTrainedModel) -> Iterator[None]:
+def copies_must_run(tiny: PreTrainedModel, how: str = "") -> Iterator[None]:
     """Raise a ModelError if a copy does not run in the block.
+
+    Args:
+        tiny: the copy.
+        how: what is special in the block, for the error; with a space before it.
 
     Raises:
         ModelError: with the error of the model's own code.
@@ -93,7 +97,7 @@ def copies_must_run(tiny: PreTrainedModel) -> Iterator[None]:
     except MISFITS as error:
         first = (str(error).splitlines() or [""])[0]
         raise ModelError(
-            f"a tiny copy of {type(tiny).__name__} does not run ({type(error).__name__}: {first})"
+            f"a tiny copy of {type(tiny).__name__} does not run{how} ({type(error).__name__}: {first})"
         ) from error
 
 

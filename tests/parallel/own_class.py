@@ -30,11 +30,14 @@ class Core(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 2.0, self.count))
         self.blend = nn.Parameter(torch.eye(self.count) + 0.1) if self.twin == "mix across heads" else None
         if "temperature" in self.twin:
-            self.temperature, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(config.hidden_size))
+            self.temperature = nn.Parameter(torch.ones(1))
+            self.gain = nn.Parameter(torch.ones(config.hidden_size)) if self.twin != "temperature alone" else None
+        self.bias = nn.Parameter(torch.ones(1)) if self.twin == "bias of queries" else None
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if "temperature" in self.twin:
             queries = queries * self.temperature
+        queries = queries if self.bias is None else queries + self.bias
         batch, length, _ = queries.shape
         queries = queries.view(batch, length, self.count, self.size).transpose(1, 2)
         values = values.view(batch, length, self.count, self.size).transpose(1, 2)
@@ -44,7 +47,7 @@ class Core(nn.Module):
         if self.blend is not None:
             mixed = torch.einsum("bhtd,hg->bgtd", mixed, self.blend)
         result: Tensor = self.binds(mixed.transpose(1, 2).flatten(2))
-        if "temperature" in self.twin:
+        if "temperature" in self.twin and self.gain is not None:
             # One parameter is used on the heads, and the other one on the result.
             result = result * self.gain
         return result * self.temperature if self.twin == "temperature twice" else result
@@ -62,6 +65,8 @@ class SoftmaxMixer(Core):
         self.offers = nn.Linear(config.hidden_size, self.size, bias=False)
         self.gives = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(self.size) if config.twin == "norm twice" else nn.Identity()
+        has_extra = config.twin == "key in the result"
+        self.extra = nn.Linear(config.hidden_size, config.hidden_size) if has_extra else None
         if "core" in config.twin:
             # What it has as a core moves into a module inside.
             self.core = Core(config)
@@ -70,8 +75,11 @@ class SoftmaxMixer(Core):
 
     def forward(self, hidden: Tensor) -> Tensor:
         attend = self.core if "core" in self.twin else self.attend
-        mixed = attend(self.asks(hidden), self.norm(self.offers(hidden)), self.gives(hidden))
+        keys = self.norm(self.offers(hidden))
+        mixed = attend(self.asks(hidden), keys, self.gives(hidden))
         mixed = self.norm(mixed.unflatten(-1, (-1, self.size))).flatten(2)
+        if self.extra is not None:
+            mixed = mixed + self.extra(hidden + keys.repeat(1, 1, hidden.shape[-1] // self.size))
         return mixed + 0.1 * hidden.cumsum(1) if self.twin == "input in the result" else mixed
 
 

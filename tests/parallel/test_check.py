@@ -344,6 +344,9 @@ def test_styles_that_need_missing_config_values_are_refused() -> None:
         "qk_rope_head_dim; make it 'replicate'",
         "tensor.styles: model.layers.*.mlp.up_proj is 'replicated_heads', but no module around it has "
         "num_key_value_groups to say which heads share one; make it 'colwise', with a tp that divides its heads",
+        "tensor.styles: model.layers.*.self_attn.k_proj is 'mla_kv_a_proj', but inside of model.layers.*.self_attn "
+        "('shared_input') each process works for its shards only, so the gradient of its outputs would be summed "
+        "twice; make it 'replicated_with_grad_allreduce'",
     )
     model = meta_model("llama")
     for layer in model.model.layers:
@@ -364,7 +367,7 @@ def test_shared_heads_need_as_many_heads_in_each_layer_as_the_configuration_says
     )
 
 
-def test_parameters_of_a_block_that_shares_its_input_need_rules_that_shard_them() -> None:
+def test_parameters_of_a_block_that_shares_its_input_need_rules() -> None:
     model = meta_model("gpt_oss", "eager", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
     plan = resolve_plan(make_plan("gpt_oss", mesh={"tp": 2}), model, BATCH, 2)
     attention = "model.layers.*.self_attn"
@@ -372,8 +375,8 @@ def test_parameters_of_a_block_that_shares_its_input_need_rules_that_shard_them(
         styles = {name: style for name, style in plan.tensor.styles.items() if not name.endswith(".sinks")} | changes
         changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
         assert problems(changed, model) == (
-            f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks; make that "
-            f"'colwise', or {attention} 'whole_sequence'",
+            f"tensor.styles: {attention} is 'shared_input', and no rule shards its {attention}.sinks, or sums "
+            f"its gradient; make that 'colwise' or 'replicated_with_grad_allreduce', or {attention} 'whole_sequence'",
         )
 
 

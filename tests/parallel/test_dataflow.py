@@ -160,6 +160,7 @@ def test_what_mixes_blocks_stays_whole(twin: str, whole: set[str]) -> None:
         ("by name", "local_params"),
         ("core", "whole_sequence"),
         ("input in the result", "whole_sequence"),
+        ("temperature alone", "shared_input"),
         ("temperature", "whole_sequence"),
         ("temperature of the core", "whole_sequence"),
     ],
@@ -179,7 +180,11 @@ def test_a_block_shares_its_input_where_that_reaches_all_of_it(twin: str, style:
 
 @pytest.mark.parametrize(
     ("twin", "what"),
-    [("temperature twice", "temperature is"), ("norm twice", "norm is 'replicated_with_grad_allreduce', but it is")],
+    [
+        ("temperature twice", "temperature is"),
+        ("norm twice", "norm is 'replicated_with_grad_allreduce', but it is"),
+        ("key in the result", "offers is 'shared_outputs', but it is"),
+    ],
 )
 def test_what_works_on_heads_and_on_results_is_refused(twin: str, what: str) -> None:
     plan = ParallelPlan(mesh=MeshPlan(tp=2))
@@ -196,23 +201,64 @@ def test_what_works_on_heads_and_on_results_is_refused(twin: str, what: str) -> 
     )
 
 
-def test_rule_that_sums_a_full_gradient_is_refused() -> None:
-    plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own("temperature")))
-    styles: dict[str, Any] = {**plan.tensor.styles, "stack.*.mixer.gain": "replicated_with_grad_allreduce"}
+MIXER = "tensor.styles: stack.*.mixer"
+
+
+@pytest.mark.parametrize(
+    ("twin", "changed", "line"),
+    [
+        (
+            "temperature",
+            {"stack.*.mixer.gain": "replicated_with_grad_allreduce"},
+            f"{MIXER}.gain gets the same input on every process, so its gradient would count several times; make it "
+            "'replicate'",
+        ),
+        (
+            "",
+            {"stack.*.mixer.offers": "shared_outputs"},
+            f"{MIXER}.offers is 'shared_outputs', but inside of stack.*.mixer ('shared_input') each process works for "
+            "its shards only, so the gradient of its outputs would be summed twice; make it "
+            "'replicated_with_grad_allreduce'",
+        ),
+        (
+            # The rule is left out for one of two layers with equal modules.
+            "temperature",
+            {"stack.*.mixer.temperature": None, "stack.0.mixer.temperature": "replicated_with_grad_allreduce"},
+            f"{MIXER}.temperature works on the heads, or the width, of one process, so its gradient must be summed; "
+            "make it 'replicated_with_grad_allreduce'",
+        ),
+        (
+            "temperature alone",
+            {"stack.*.mixer.temperature": None},
+            f"{MIXER} is 'shared_input', and no rule shards its stack.*.mixer.temperature, or sums its gradient; make "
+            "that 'colwise' or 'replicated_with_grad_allreduce', or stack.*.mixer 'whole_sequence'",
+        ),
+        (
+            "bias of queries",
+            {},
+            f"{MIXER}.bias works on the heads, or the width, of one process, so its gradient must be summed; call it "
+            "neither 'weight' nor 'bias', so that it can have a rule, or set mesh.tp = 1",
+        ),
+    ],
+    ids=["sum of a full gradient", "sum inside a block", "rule for one layer", "no sum in a block", "bias"],
+)
+def test_rules_that_sum_wrong_gradients_are_refused(twin: str, changed: dict[str, Any], line: str) -> None:
+    plan = with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), stock_like(make_own(twin)))
+    styles = {name: style for name, style in {**plan.tensor.styles, **changed}.items() if style is not None}
     wrong = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
     with pytest.raises(PlanError) as caught:
-        resolve_plan(wrong, stock_like(make_own("temperature")), BatchShape(2, 1, 12), 2)
-    assert caught.value.lines == (
-        "tensor.styles: stack.*.mixer.gain gets the same input on every process, so its gradient would count several "
-        "times; make it 'replicate'",
-    )
+        resolve_plan(wrong, stock_like(make_own(twin)), BatchShape(2, 1, 12), 2)
+    assert caught.value.lines == (line,)
 
 
-def train_own(mesh: dict[str, int], twin: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_own(
+    mesh: dict[str, int], twin: str = "", tensor: dict[str, bool] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of three steps, and the parameters that this process holds."""
     model: Any = make_own(twin)
     if mesh:
-        model = meshtrain.parallelize(model, {"mesh": mesh}, prove_unknown_class=False)
+        plan = {"mesh": mesh, "tensor": tensor or {}}
+        model = meshtrain.parallelize(model, plan, prove_unknown_class=False)
     optimizer = make_adam(model)
     stream = torch.Generator().manual_seed(0)
     losses = []
@@ -239,6 +285,7 @@ def train_own(mesh: dict[str, int], twin: str = "") -> tuple[list[float], dict[s
         ({"tp": 2}, "by name"),
         ({"tp": 2}, "core"),
         ({"tp": 2}, "temperature"),
+        ({"tp": 2}, "temperature alone"),
         ({"tp": 2}, "temperature of the core"),
         ({"tp": 2}, "input in the result"),
     ],
@@ -253,6 +300,15 @@ def test_own_class_trains_like_the_stock_model(mesh: dict[str, int], twin: str) 
             torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)
         held |= own.keys()
     assert held == parameters.keys()
+
+
+@pytest.mark.parametrize("twin", ["temperature", "temperature alone", "input in the result"])
+def test_own_class_trains_with_parts_of_the_sequence(twin: str) -> None:
+    losses, parameters = train_own({}, twin)
+    for found, own in run_on_ranks(2, train_own, {"tp": 2}, twin, {"sequence_parallel": True}):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, value in own.items():
+            torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)
 
 
 def test_values_that_all_heads_share_do_not_hide_the_heads() -> None:

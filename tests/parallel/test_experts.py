@@ -1,12 +1,13 @@
 """Experts on several ranks compute what one process computes; what cannot is refused."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralRMSNorm
 
@@ -178,16 +179,17 @@ def test_experts_that_round_to_float32_may_travel() -> None:
 
 
 class ScalesResults(MixtralExperts):
-    """Experts with a norm for their inputs, and a factor for the result of each."""
+    """Experts with a norm and a projection of their inputs, and a factor for each result."""
 
     def __init__(self, config: MixtralConfig) -> None:
         super().__init__(config)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, config.num_local_experts))
         self.norm = MixtralRMSNorm(config.hidden_size)
+        self.before = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         weights = top_k_weights * self.scale[top_k_index]
-        result: Tensor = super().forward(self.norm(hidden_states), top_k_index, weights)
+        result: Tensor = super().forward(self.before(self.norm(hidden_states)), top_k_index, weights)
         return result
 
 
@@ -212,14 +214,20 @@ def gradients_of_full_parameters(mesh: dict[str, int]) -> list[Tensor]:
         model = meshtrain.parallelize(model, {"mesh": mesh}, prove_unknown_class=False)
     ids = torch.randint(64, (2, 12), generator=stream)
     model(input_ids=ids, labels=ids).loss.backward()
-    return [it.grad for name, it in model.named_parameters() if name.endswith((".scale", "experts.norm.weight"))]
+    ends = (".scale", ".norm.weight", ".before.weight", ".before.bias", "embed_tokens.weight")
+    return [
+        it.full_tensor() if isinstance(it, DTensor) else it
+        for it in (parameter.grad for name, parameter in model.named_parameters() if name.endswith(ends))
+    ]
 
 
 def test_gradients_of_all_full_parameters_of_experts_are_summed_over_tp() -> None:
     wanted = gradients_of_full_parameters({})
-    assert len(wanted) == 4
+    # Four of each layer; the last norm and the embedding show the gradient of what experts get.
+    assert len(wanted) == 10
     for found in run_on_ranks(2, gradients_of_full_parameters, {"tp": 2}):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+        # Its norms compute in float32.
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-10)
 
 
 def test_norm_in_experts_whose_gradient_no_rule_sums_is_refused() -> None:
@@ -332,6 +340,27 @@ def test_compiled_experts_train_as_those_of_one_process(tmp_path: Path) -> None:
     wanted, found = (steps_of(tmp_path / name) for name in ("alone", "two"))
     for metric in ("loss", "grad_norm"):
         assert [it[metric] for it in found] == pytest.approx([it[metric] for it in wanted], rel=1e-5)
+
+
+def test_experts_are_counted_beside_a_stage_that_has_none(tmp_path: Path) -> None:
+    for name, mesh in (("alone", {}), ("two", {"pp": 2})):
+        run = run_of(tmp_path, name, mesh, 2)
+        model = run.model.model_copy(update={"config": {**run.model.config, "mlp_only_layers": [0, 1]}})
+        logging = LoggingConfig(trackers=[], expert_tokens=True)
+        train(run.model_copy(update={"model": model, "logging": logging}))
+    wanted, found = (
+        [
+            {name: value for name, value in step.items() if name.startswith("expert_")}
+            for step in steps_of(tmp_path / it)
+        ]
+        for it in ("alone", "two")
+    )
+    assert found == wanted
+    each = [*itertools.product((2, 3), range(4))]
+    assert {*wanted[0]} == {
+        *(f"expert_tokens/model.layers.{layer}.mlp.experts/{expert}" for layer, expert in each),
+        *("expert_tokens_least", "expert_tokens_most", "expert_imbalance"),
+    }
 
 
 def test_run_resumes_with_and_without_ep(tmp_path: Path) -> None:

@@ -66,14 +66,15 @@ def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: Rout
         ConfigError: if they are not.
     """
     asked = "logging.expert_tokens asks for the tokens of each expert"
-    if not numbers_of_experts(model):
-        what = "whose numbers of experts are not known" if expert_stacks(model) else "which has no stacked experts"
+    stacks = expert_stacks(model).keys()
+    if not stacks or numbers_of_experts(model).keys() != stacks:
+        what = "which does not say how many experts each stack has" if stacks else "which has no stacked experts"
         raise ConfigError(f"{asked}, but the model is a {type(model).__name__}, {what}", "leave it out")
     if not counts_tokens(plan, router):
         raise ConfigError(
             f"{asked}, but with compile.enabled they are counted only for router.bias_update_rate, because the counts "
             "break the graphs of layers",
-            "leave one of them out",
+            "leave logging.expert_tokens out, or set compile.enabled = false",
         )
     styles = _styles(plan, model) if plan.mesh.tp > 1 else {}
     countable = countable_stacks(model, styles)

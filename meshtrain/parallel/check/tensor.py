@@ -24,6 +24,7 @@ from meshtrain.parallel.tensor.rules import (
     Problems,
     TensorRules,
     match_rules,
+    may_have_rule,
     resolve_rules,
     sharded_dims,
     unchecked_rules,
@@ -51,6 +52,8 @@ MIXED = (
     "count several times",
     "set mesh.tp = 1",
 )
+# Of a single parameter that no rule can match.
+UNNAMED = "call it neither 'weight' nor 'bias', so that it can have a rule, or set mesh.tp = 1"
 TWICE = "gets the same input on every process, so its gradient would count several times", "make it 'replicate'"
 
 
@@ -215,7 +218,9 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
             if name != HIDDEN_STATES:
                 style = rules.styles.get(name)
                 rule = "" if style is None else f" is {style!r}, but it"
-                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
+                has_no_rule = names is flow.partial and style is None and not may_have_rule(name)
+                what = f"tensor.styles: {as_pattern(name)}{rule} {problem}"
+                yield Problem(what, UNNAMED if has_no_rule else advice)
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:

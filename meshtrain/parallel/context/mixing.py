@@ -63,7 +63,7 @@ class _OwnPosition:
 def _find(model: PreTrainedModel) -> list[str]:
     tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
     seen: dict[_Block, _Seen] = {}
-    with copies_must_run(tiny), torch.no_grad():
+    with copies_must_run(tiny, " without an attention mask, as over cp"), torch.no_grad():
         tiny.set_attn_implementation(attention_registered(attention))
         with ExitStack() as hooks:
             for at, block in _blocks(tiny).items():

@@ -35,7 +35,7 @@ def countable_stacks(model: nn.Module, styles: Mapping[str, Style]) -> dict[str,
 def counts_tokens(plan: ParallelPlan, router: RouterConfig, *, stock_loss: bool = False) -> bool:
     """Return whether the tokens of experts are counted, for biases or as metrics.
 
-    The counts cut the graphs of compiled layers.
+    The counts break the graphs of compiled layers.
 
     Args:
         plan: resolved.

@@ -42,8 +42,8 @@ Between attention and MLP the hidden states are replicated over tp. With `sequen
 process keeps its part of the sequence instead. The sequence is split before the first decoder layer
 and joined after the last, so embedding, final norm and head are the same in both cases. A parameter
 gets a partial gradient if it only sees a part of the sequence (norms, biases of row-wise
-projections) or a part of the heads (q_norm, k_norm), or if results that it is in are summed
-(biases of experts). Its name goes into `summed_over_tp`.
+projections) or a part of the heads (q_norm, k_norm, a temperature of queries), or if results that
+it is in are summed (biases and norms of experts). Its name goes into `summed_over_tp`.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,7 +3,7 @@
 transformers has a plan for most models (`_tp_plan`), which names the projections that may be cut
 and leaves out the rest. Its style names are the same as ours, apart from those that pack several
 projections into one, which we unfuse. Modules that the plan leaves out stay full on every process.
-Blocks whose parameters are all sharded share the collective of their input.
+Blocks that work on the parts of one process alone share the collective of their input.
 """
 
 import copy
@@ -41,6 +41,7 @@ from meshtrain.parallel.tensor.rules import (
 )
 from meshtrain.parallel.tensor.shared_heads import HeadLabels, labels_once, styles_of_shared_heads, with_shared_heads
 from meshtrain.parallel.tensor.sources import FROM_TRANSFORMERS, RuleTables, from_values, own_rules, without_gathering
+from meshtrain.parallel.tensor.styles import STYLES
 
 # Names of transformers for projections and experts that hold several parts.
 PACKED = ("packed_colwise", "packed_rowwise")
@@ -233,7 +234,9 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
     for regex in {compile_pattern(as_pattern(it)) for it in flow.partial if it and not is_module(model, it)}:
         summed = [name for name in names if regex.fullmatch(name)]
-        found |= dict.fromkeys(summed, SUMMED) | {name.rpartition(".")[0]: LOCAL for name in summed}
+        blocks = {name.rpartition(".")[0] for name in summed}
+        found |= dict.fromkeys(summed, SUMMED)
+        found |= {it: LOCAL for it in blocks if not STYLES[styles[it]].has_parameter_rules}
     of_heads = tuple(f"{name}." for name, style in {**styles, **found}.items() if style == PER_HEAD)
     return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
 
@@ -264,7 +267,7 @@ def _corrected(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tensor
         styles |= dict.fromkeys(alone_on_parts(model, styles), "shared_outputs")
         flow = _follow(model, styles, plan, tp)
     partial, layers = {as_pattern(name) for name in flow.partial}, find_layers(model)[0]
-    full = [it for it, style in styles.items() if style in ("replicate", "sequence_parallel", "whole_sequence")]
+    full = [it for it, style in styles.items() if style in ("replicate", "sequence_parallel")]
     summed = [it for it in full if it.startswith(f"{layers}.") and as_pattern(it) in partial]
     return {**styles, **dict.fromkeys(summed, SUMMED)}
 
@@ -277,7 +280,7 @@ def _without_blocks(
     Args:
         unentered: those with a projection of something else inside. They may still have parameters
             of their own.
-        leaking: those that use their input for more than projections.
+        leaking: those that return a part, because they use their input for more than projections.
     """
     without, whole = ({as_pattern(name) for name in found} for found in (unentered, leaking))
     found: dict[str, Style] = {}

@@ -42,7 +42,8 @@ from meshtrain.parallel.tensor.styles import STYLES
 REPLICATED = frozenset(name for name, row in STYLES.items() if row.kind == "replica")
 # Those of modules that compute as in the stock model, so that a part must reach them.
 SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED_STYLES if not STYLES[name].own_heads)
-PROJECTIONS = frozenset(name for name, row in STYLES.items() if row.kind == "projection")
+# Those of projections that have some outputs for all heads, whose gradient is summed, and others.
+PARTLY_SUMMED = frozenset(name for name, row in STYLES.items() if row.gradients == "rotary key summed")
 OWN_HEADS = frozenset(name for name, row in STYLES.items() if row.own_heads)
 
 
@@ -117,12 +118,12 @@ class _Pass:
         self._judge_gradients()
 
     def _judge_gradients(self) -> None:
-        met, left = self.parts.met, self.parts.left
-        summed = self.called | {name for name in left & self.parts.blocks.keys() if self.parts.is_summed(name)}
-        self.flow.counted_twice.update(dict.fromkeys(sorted(summed - met)))
-        # A projection whose outputs all heads share sums their gradients where the heads begin.
-        projections = {name for name in left & met if self.rules.styles.get(name) in PROJECTIONS}
-        for name in sorted(left & met - projections - {HIDDEN_STATES}):
+        """Note full parameters whose gradient is complete but summed, or complete only in part."""
+        on_parts, in_full = self.parts.used_on_parts, self.parts.used_in_full
+        summed = self.called | {name for name in in_full & self.parts.blocks.keys() if self.parts.is_summed(name)}
+        self.flow.counted_twice.update(dict.fromkeys(sorted(summed - on_parts)))
+        both = {name for name in on_parts & in_full if self.rules.styles.get(name) not in PARTLY_SUMMED}
+        for name in sorted(both - {HIDDEN_STATES}):
             self.flow.mixed[name] = None
             self.flow.partial.pop(name, None)
 
@@ -149,10 +150,14 @@ class _Pass:
                 tuple(type(module) for module in layer.modules()),
                 tuple((name, p.shape) for name, p in layer.named_parameters()),
                 tuple(self.rules.styles.get(f"{prefix}.{name}") for name, _ in layer.named_modules()),
+                tuple(self._rule_of_parameter(f"{prefix}.{name}") for name, _ in layer.named_parameters()),
             )
             if kind not in seen:
                 seen.add(kind)
                 yield index
+
+    def _rule_of_parameter(self, name: str) -> tuple[int | None, bool]:
+        return self.rules.sharded_dims.get(name), name in self.rules.summed
 
     def _replace_modules(self, chosen: set[int], *, as_tuple: bool) -> None:
         def skip(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +210,7 @@ class _Pass:
         if row.gives_cut:
             block = next(blocks_of(name, self.rules.styles, "shared input"), None)
             return partial(self._project, None, inputs, outputs, block=block)
-        return partial(self._project, name if row.gradients == "summed" else HIDDEN_STATES, inputs, outputs)
+        return partial(self._project, name if row.sums_outputs else HIDDEN_STATES, inputs, outputs)
 
     def _project(self, origin: str | None, inputs: int, outputs: int, x: Tensor, block: str | None = None) -> Tensor:
         """Return an output of full features from `origin`, or a part of them if that is None.

@@ -1,9 +1,10 @@
 """Choose the blocks of a layer that share an input, or get the full sequence.
 
-Blocks whose parameters are all sharded share the collective of their input.
+Blocks that work on the parts of one process alone share the collective of their input.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from torch import nn
 
@@ -20,7 +21,8 @@ SUMMED: Style = "replicated_with_grad_allreduce"
 def alone_on_parts(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[str]:
     """Yield projections whose outputs all shards use, and whose input no block makes full once."""
     for name, style in styles.items():
-        alone = style == SUMMED and not any(blocks_of(name, styles, "shared input"))
+        blocks = chain(blocks_of(name, styles, "shared input"), blocks_of(name, styles, "experts"))
+        alone = style == SUMMED and not any(blocks)
         if alone and is_module(model, name) and is_projection(model.get_submodule(name)):
             yield name
 

@@ -15,7 +15,7 @@ from meshtrain.parallel.tensor.rules import TensorRules
 from meshtrain.parallel.tensor.styles import STYLES
 
 # Styles of full parameters whose partial gradients are summed over tp.
-SUMMED_STYLES = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
+SUMMED_STYLES = frozenset(name for name, row in STYLES.items() if row.gradients == "partial" or row.sums_outputs)
 # Stands for tensors that are full on every process and whose gradient nothing would sum.
 HIDDEN_STATES = ""
 Origins = frozenset[str]
@@ -68,9 +68,10 @@ class Parts(OperatorMode):
         self.flow, self.rules = flow, rules
         # Parameters of blocks, by name -> their block.
         self.blocks: dict[str, str] = {}
-        self.met: frozenset[str] = frozenset()
-        # Origins of full tensors that leave no trace in what is computed next.
-        self.left: frozenset[str] = frozenset()
+        self.used_on_parts: Origins = frozenset()
+        # Those of tensors whose gradient is complete where they go: to the results of the layer, or
+        # to what sums the gradient of its input.
+        self.used_in_full: Origins = frozenset()
         # The tensors are kept alive, so that their memory is not reused for others.
         self._parts: dict[int, Tensor] = {}
         self._origins: dict[int, tuple[Tensor, Origins]] = {}
@@ -91,8 +92,8 @@ class Parts(OperatorMode):
         return memory_of(tensor) in self._parts
 
     def leave(self, *tensors: Tensor) -> None:
-        """Note that tensors leave the layer, or enter what sums the gradients of full inputs."""
-        self.left |= self._origins_of(tensors)
+        """Note that tensors leave the layer, or enter what sums the gradient of its input."""
+        self.used_in_full |= self._origins_of(tensors)
 
     def is_summed(self, origin: str) -> bool:
         """Return whether the rules sum the gradient of a module or a parameter of a block."""
@@ -113,7 +114,7 @@ class Parts(OperatorMode):
         origins = self._origins_of(inputs)
         is_part = any(map(self.is_part, inputs))
         if is_part:
-            self.met |= origins
+            self.used_on_parts |= origins
             # Sorted, because the order of a set differs between processes.
             undeclared = (name for name in sorted(origins) if not self.is_summed(name))
             self.flow.partial.update(dict.fromkeys(undeclared))

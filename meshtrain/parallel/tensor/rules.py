@@ -61,7 +61,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
             _misplaced_styles(model, styles),
             _misplaced_parameter_styles(of_parameters, styles),
             _inconsistent_ties(model, styles),
-            _unsummed_replicas(model, styles, plan),
+            _wrong_sums(model, styles, plan),
         )
     )
     return unchecked_rules(
@@ -176,8 +176,9 @@ def _bare_parameters(model: nn.Module, styles: Mapping[str, Style], of_parameter
             yield Problem(f"tensor.styles: no rule places the parameters of {as_pattern(owner)}", "add one")
         elif is_block and not is_for_part(of_parameters.get(name)):
             yield Problem(
-                f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, and no rule shards its {as_pattern(name)}",
-                f"make that 'colwise', or {as_pattern(owner)} 'whole_sequence'",
+                f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, and no rule shards its {as_pattern(name)}, "
+                "or sums its gradient",
+                f"make that 'colwise' or 'replicated_with_grad_allreduce', or {as_pattern(owner)} 'whole_sequence'",
             )
 
 
@@ -231,10 +232,10 @@ def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> P
             )
 
 
-def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
-    """Yield each replicated module whose gradients would be partial and not summed.
+def _wrong_sums(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
+    """Yield each module with full parameters whose gradients would be partial, or summed twice.
 
-    Its copies on the processes would drift apart.
+    Its copies on the processes would drift apart, or train with other gradients.
     """
     layers = find_layers(model)[0]
     for name, style in styles.items():
@@ -242,10 +243,15 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
         blocks = chain(blocks_of(name, styles, "shared input"), blocks_of(name, styles, "experts"))
         block = next(blocks, None)
         is_split = plan.sequence_parallel and name.startswith(f"{layers}.")
-        if block is not None and row.kind == "replica" and row.gradients != "partial":
+        if block is not None and (row.sums_outputs or (row.kind == "replica" and row.gradients != "partial")):
+            problem = (
+                "the gradient of its outputs would be summed twice"
+                if row.sums_outputs
+                else ("its gradient must be summed")
+            )
             yield Problem(
                 f"{what}, but inside of {as_pattern(block)} ({styles[block]!r}) each process works for its shards "
-                "only, so its gradient must be summed",
+                f"only, so {problem}",
                 "make it 'replicated_with_grad_allreduce'",
             )
         elif is_split and row.needs_full_sequence and not any(blocks_of(name, styles, "full sequence")):

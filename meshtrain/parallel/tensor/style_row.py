@@ -19,12 +19,13 @@ experts. `shared input`: a block whose input is made full once for all projectio
 style `whole_sequence`.
 """
 
-Gradients = Literal["full", "partial", "partial if split", "bias partial if split", "summed"]
+Gradients = Literal["full", "partial", "partial if split", "bias partial if split", "summed", "rotary key summed"]
 """What a process has of the gradients of full parameters, after its backward pass.
 
 `full`: all of them. `partial`: its part of a sum over tp. `partial if split`: its part of a sum
 where hidden states are split along the sequence. `bias partial if split`: the same, for the bias
-only. `summed`: all of them, because the backward pass itself sums the parts.
+only. `summed`: all of them, because the backward pass sums the gradient of the outputs. `rotary key
+summed`: all of them, because it sums that of the last outputs, and the others are used in full.
 """
 
 
@@ -94,6 +95,11 @@ class StyleRow:
     def enters(self) -> bool:
         """Whether a projection makes its input full, unless the block around it has done so."""
         return self.kind == "projection" and self.gives_cut
+
+    @property
+    def sums_outputs(self) -> bool:
+        """Whether the backward pass sums the gradient of outputs that all heads share."""
+        return self.gradients in ("summed", "rotary key summed")
 
     @property
     def works_on_part(self) -> bool:

@@ -343,7 +343,7 @@ STYLES: dict[Style, StyleRow] = {
         ),
         kind="projection",
         requires=require_rotary_key,
-        gradients="summed",
+        gradients="rotary key summed",
         needs_full_sequence=True,
         adapter="rotary key",
         transformers=("mla_kv_a_proj",),
