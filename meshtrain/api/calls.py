@@ -37,7 +37,10 @@ class Calls:
         self._streams = ProgramStreams(handle)
         self._loss = LossOfAllRanks(model, handle.pipeline.mesh)
         self._parts = _parts_of_calls(model, handle.pipeline)
-        self._names = [*inspect.signature(model.forward).parameters]
+        parameters = inspect.signature(model.forward).parameters
+        self._names = [*parameters]
+        # Some classes take it for their base model, by further keyword arguments.
+        self._takes_cache = "use_cache" in parameters or any(it.kind == it.VAR_KEYWORD for it in parameters.values())
         self._is_inside = self._has_gathered = False
 
     def watch(self) -> None:
@@ -75,7 +78,7 @@ class Calls:
         elif self._is_in_parts():
             self._handle.pipeline.rotary_length.begin(given, is_alone=True)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
-        if (recomputes or self._is_in_parts()) and "use_cache" in self._names:
+        if (recomputes or self._is_in_parts()) and self._takes_cache:
             # A recomputed layer would find its own entries in the cache, and over cp a process has
             # only those of its part.
             mask = mask_without_cache(self._model.config, given)

@@ -148,6 +148,9 @@ class _SentTogether:
         # The graph of a pass may have saved the parameter, whose values stay the same.
         with torch.autograd._unsafe_preserve_version_counter(whole):
             self._form.decode(sent[0].view(-1)[: shape.numel()].view(shape), known, whole)
+        if known.is_cuda:
+            # It was made on another stream, which must not reuse its memory before this is done.
+            known.record_stream(torch.cuda.current_stream(known.device))
         free_storage(sent[0])
         return whole, (whole,)
 
@@ -194,6 +197,12 @@ def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
         # An earlier backward pass of the step may have added a gradient.
         if is_first and held.sharded_param.grad is None:
             filled.add(held.sharded_param)
+    # FSDP2 keeps the gradients of earlier passes in the number format of the reduction, and one
+    # message has one format.
+    if any(held.unsharded_accumulated_grad is not None for held in _held(module)):
+        for held in _held(module):
+            if _has_been_gathered(held) and held.unsharded_accumulated_grad is None:
+                held.to_accumulated_grad_if_needed()
 
 
 def _lacks_gradient(held: FSDPParam) -> bool:

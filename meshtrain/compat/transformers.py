@@ -18,10 +18,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
+_OWN_NAME = "meshtrain_"
 PATH_KEY = "_name_or_path"
 """Key in a configuration's `to_dict` for the path that it was loaded from.
 
@@ -319,12 +320,26 @@ def attention_registered(owner: Any) -> str:
     from. The entries must not keep a model in memory.
     Holds: transformers 5.17 to 5.23.
     """
-    name, reference = f"meshtrain_{next(_numbers)}", cast(Callable[[], Any], weakref.ref(owner))
+    name, reference = f"{_OWN_NAME}{next(_numbers)}", cast(Callable[[], Any], weakref.ref(owner))
     AttentionInterface.register(name, lambda *args, **kwargs: reference().attend(*args, **kwargs))
     AttentionMaskInterface.register(name, lambda *args, **kwargs: reference().mask(*args, **kwargs))
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         weakref.finalize(owner, table._global_mapping.pop, name, None)
     return name
+
+
+def is_registered_here(name: str) -> bool:
+    """Return whether an attention is one of `attention_registered`."""
+    return name.startswith(_OWN_NAME)
+
+
+def takes_masks(name: str) -> bool:
+    """Return whether an attention takes a mask of any form, as those of flash attention do not.
+
+    Why: transformers makes another thing than a mask for these, by a function in a private module.
+    Holds: transformers 5.17 to 5.23.
+    """
+    return ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(name, flash_attention_mask) is not flash_attention_mask
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:

@@ -55,7 +55,9 @@ _OTHERS = {
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "index_block_size"), WINDOW),
+    # Blocks of keys that a query sees, and tokens after which queries grow (Llama 4).
+    **dict.fromkeys(("index_topk_blocks", "floor_scale"), 2),
 }
 
 

@@ -23,8 +23,9 @@ from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
 from meshtrain.models.packed import packable, packed_width
 from meshtrain.parallel.cut.borders import StageRoutes
+from meshtrain.parallel.cut.cutter import cut, find_borders
 from meshtrain.parallel.cut.probe import Structure, find_layers, probe_structure
-from meshtrain.parallel.cut.stage import Stage, cut, find_borders
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_parameters
 from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.parallel.schedule import stage_owners

@@ -35,8 +35,9 @@ from meshtrain.models.packed import packable
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.context.positions import skips_padding
+from meshtrain.parallel.cut.cutter import cut
 from meshtrain.parallel.cut.probe import Structure
-from meshtrain.parallel.cut.stage import Stage, cut
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.experts.dispatch import apply_expert_parallel
 from meshtrain.parallel.experts.use import ExpertUse, countable_stacks, counts_tokens

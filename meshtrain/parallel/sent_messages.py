@@ -78,7 +78,7 @@ class _Polled:
 
 
 class _Awaited:
-    """Messages that a thread waits for, one after the other, because gloo waits only once for each.
+    """Messages that a thread waits for, one after the other. A message of gloo can be awaited once.
 
     The thread of the step drops them: torch's profiler, which measures the memory of a CPU, does
     not see what other threads free.

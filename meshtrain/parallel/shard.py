@@ -81,14 +81,19 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan, *, keeps_roo
         offload_policy=offload,
         shard_placement_fn=partial(_placement, plan.mesh.fsdp_degree),
     )
-    # Two groups of FSDP2 that share a parameter would lose gradients without an error. So what
-    # several layers share belongs to the stage.
+    # Two groups of FSDP2 that share a parameter would lose gradients without an error, and a group
+    # does not look into modules that have one of their own. So layers that share a parameter belong
+    # to the group of the stage.
     shared = _shared_parameters(stage.own_layers())
+    alone: set[nn.Parameter] = set()
     for layer in stage.own_layers():
-        alone = _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
-        shard(layer, ignored_params=shared | alone)
+        alone |= _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
+        if shared.isdisjoint(layer.parameters()):
+            shard(layer, ignored_params=alone)
     # None: only layers are freed.
-    shard(stage.model, reshard_after_forward=None if reshard and keeps_root else reshard)
+    shard(stage.model, reshard_after_forward=None if reshard and keeps_root else reshard, ignored_params=alone)
+    left = (name for name, it in stage.named_parameters() if it not in alone and not isinstance(it, DTensor))
+    assert (name := next(left, None)) is None, f"{name} is in no group of FSDP2"
     if plan.shard.prefetch != "implicit" and plan.mesh.is_sharded:
         _prefetch(stage, plan.shard.prefetch)
     for module in fsdp_modules(stage.model):
@@ -174,8 +179,8 @@ def _placement(degree: int, parameter: nn.Parameter) -> Shard:
 
 def _prefetch(stage: Stage, depth: int) -> None:
     """Gather some layers of a stage ahead, in both directions."""
-    # A layer may have experts that are gathered by themselves.
-    layers = [fsdp_modules(layer) for layer in stage.own_layers()]
+    # A layer may have experts that are gathered by themselves, or belong to the root.
+    layers = [modules for layer in stage.own_layers() if (modules := fsdp_modules(layer))]
     root = stage.model
     assert isinstance(root, FSDPModule)
     root.set_modules_to_forward_prefetch([*chain(*layers[:depth])])

@@ -15,11 +15,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.transformers import attention_function, attention_registered, mask_function_of
+from meshtrain.compat.transformers import (
+    attention_function,
+    attention_implementation,
+    attention_registered,
+    is_registered_here,
+    mask_function_of,
+    takes_masks,
+)
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.documents.attention import attend_by_segments
 from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.documents.segments import Document, Piece, Segment, find_documents, find_segments
+
+
+def why_attention_stays(model: PreTrainedModel) -> str | None:
+    """Return why the attention of a model cannot be replaced by that of its stages; None if it can.
+
+    Args:
+        model: stock, on the meta device.
+    """
+    name = attention_implementation(model.config.get_text_config())
+    if name is None or (takes_masks(name) and not is_registered_here(name)):
+        return None
+    if is_registered_here(name):
+        return f"the configuration of this {type(model).__name__} is that of a model that is already parallel"
+    return f"attention by {name!r} takes no mask, which says what the tokens of a part or document see"
 
 
 class StageAttention:
@@ -78,7 +99,8 @@ class StageAttention:
         try:
             yield
         finally:
-            self._documents = None
+            # A mask that is made before the next forward pass begins is not for these segments.
+            self._documents = self._segments = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any

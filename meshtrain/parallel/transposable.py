@@ -150,8 +150,8 @@ class _Pair(NamedTuple):
     Attributes:
         there: the collective of the forward pass.
         back: that of the backward pass.
-        in_graphs: both, as the graph of a backward pass has them. Others hold the tensors there,
-            too, and every node waits for what it returns.
+        in_graphs: both, as the graph of a backward pass has them. Other nodes may hold the same
+            tensors there, so these change nothing in place and wait for their results.
     """
 
     there: Collective

@@ -99,3 +99,17 @@ def test_stock_loop_computes_the_same_around_many_classes() -> None:
                 assert_equal(found.parameters, stock.parameters)
                 names |= found.parameters.keys()
             assert names == stock.parameters.keys()
+
+
+def test_layers_that_share_a_block_are_sharded_together() -> None:
+    config, kinds = tiny_config("zamba2", LAYERS), ["linear_attention", "hybrid"] * 2
+    # Copies with few layers have one that is a hybrid.
+    config.update({"layers_block_type": kinds, "layer_types": kinds, "hybrid_layer_ids": [1, 3]})
+    (stock,) = run_on_ranks(1, train_stock, [config])[0]
+    (held,) = [name for name in stock.parameters if name.endswith("shared_transformer.self_attn.o_proj.weight")]
+    assert held.startswith("model.layers.1.")
+    for (found,) in run_on_ranks(2, train_parallel, [config], {"dp_shard": 2}):
+        assert found.losses == pytest.approx(stock.losses, rel=1e-12, abs=0)
+        assert_equal(found.gradients, stock.gradients)
+        assert_equal(found.parameters, stock.parameters)
+        assert found.parameters.keys() == stock.parameters.keys()

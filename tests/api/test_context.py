@@ -202,6 +202,50 @@ def test_rotary_frequencies_follow_the_full_sequence() -> None:
     run_on_ranks(2, long_rotary)
 
 
+def compare_masks(tables: dict[str, Any]) -> None:
+    """Compare models whose masks need more than the order of tokens."""
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    # Chunks of four tokens begin behind padding, and a part has six.
+    left[0, :3] = right[1, 5:] = 0
+    positions = {"position_ids": torch.arange(2, 14).expand(2, -1)}
+    both = {"is_causal": False}
+    chunked = partial(of_type, "llama4_text", attn_temperature_tuning=False)
+    for build, inputs in (
+        (chunked, [{"attention_mask": left}, {"attention_mask": right}, positions]),
+        (partial(stock_model, "llama-tied"), [both, both | {"attention_mask": left}, both | {"attention_mask": right}]),
+        # It passes `use_cache` on without naming it.
+        (partial(of_type, "granitemoe"), [{}, {"attention_mask": right}]),
+    ):
+        stock, model = build().eval(), parallel(build(), {"cp": 2}, **tables).eval()
+        for given in inputs:
+            found, wanted = model(ids, **given), stock(ids, use_cache=False, **given).logits
+            seen = given.get("attention_mask", torch.ones_like(ids)) == 1
+            torch.testing.assert_close(found.logits[seen], wanted[seen], rtol=0, atol=1e-12)
+            assert found.get("past_key_values") is None
+
+
+@pytest.mark.parametrize("tables", [{}, GATHERED, CONTIGUOUS], ids=["ulysses", "gathered", "contiguous"])
+def test_masks_are_those_of_full_sequences(tables: dict[str, Any]) -> None:
+    run_on_ranks(2, compare_masks, tables)
+
+
+def pass_types_that_make_a_mask() -> None:
+    stock = of_type("hrm_text")
+    model, ids = parallel(of_type("hrm_text"), {"cp": 2}), batches()[0]["input_ids"]
+    torch.testing.assert_close(model(ids).logits, stock(ids, use_cache=False).logits, rtol=0, atol=1e-12)
+    with pytest.raises(DataError) as caught:
+        model(ids, token_type_ids=(ids > 10).long())
+    assert str(caught.value) == (
+        "token_type_ids cannot be divided over cp, because the model makes its mask of them; leave them out, or use a "
+        "mesh with cp = 1"
+    )
+
+
+def test_types_of_tokens_that_make_a_mask_are_refused() -> None:
+    run_on_ranks(2, pass_types_that_make_a_mask)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"logits_to_keep": 1},
@@ -268,6 +312,11 @@ class OwnLoss(GPT2LMHeadModel):
 
 def ask_for_the_impossible() -> None:
     model, batch = parallel(stock_model("gpt2-tied"), {"cp": 2}), batches()[0]
+    with pytest.raises(PlanError) as refused:
+        parallel(GPT2LMHeadModel(model.config), {"cp": 2})
+    assert str(refused.value) == (
+        "mesh.cp = 2: the configuration of this GPT2LMHeadModel is that of a model that is already parallel; use cp = 1"
+    )
     for given, message in REFUSED:
         with pytest.raises((DataError, ModelError)) as caught:
             model(**{**batch, **given})
@@ -282,7 +331,7 @@ def ask_for_the_impossible() -> None:
     # Nothing is left over from a call that has failed.
     stock = stock_model("gpt2-tied")
     torch.testing.assert_close(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits, rtol=0, atol=1e-12)
-    own = parallel(OwnLoss(stock.config), {"cp": 2})
+    own = parallel(OwnLoss(stock_model("gpt2-tied").config), {"cp": 2})
     with pytest.raises(ModelError) as caught:
         own(**batch)
     assert str(caught.value) == (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -176,6 +176,40 @@ def with_fsdp() -> None:
     assert filled == {model.unused}
     assert model.unused.grad is not None
     fsdp.forget_gathered_gradients(model)
+
+
+class Branches(nn.Module):
+    """Two projections, of which a call may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, *, uses_second: bool) -> torch.Tensor:
+        return self.first(x) + self.second(x) if uses_second else self.first(x)
+
+
+def lack_gradients_in_one_microbatch(uses: list[list[bool]]) -> list[float]:
+    """Return the sums of both gradients after microbatches that add up in float32."""
+    model = Branches()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    fsdp.before_reduction(model, partial(fsdp.fill_lacking_gradients, filled=set()))
+    for number, ranks in enumerate(uses):
+        model.set_requires_gradient_sync(number == len(uses) - 1)
+        model(torch.ones(2, 8), uses_second=ranks[dist.get_rank()]).sum().backward()
+    return [float(it.weight.grad.full_tensor().sum()) for it in (model.first, model.second)]
+
+
+NONE, ONE = [False, False], [True, False]
+
+
+@pytest.mark.parametrize("uses", [[NONE, NONE], [ONE, NONE], [NONE, ONE]], ids=str)
+def test_gradients_that_are_missing_have_the_format_of_the_others(uses: list[list[bool]]) -> None:
+    # Two rows of ones, 64 weights, for each microbatch and rank.
+    for found in run_on_ranks(2, lack_gradients_in_one_microbatch, uses):
+        assert found == [4 * 128.0, sum(map(sum, uses)) * 128.0]
 
 
 def test_distributed_functions_on_two_ranks() -> None:

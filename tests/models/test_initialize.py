@@ -20,8 +20,8 @@ from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
+from meshtrain.parallel.cut.cutter import cut
 from meshtrain.parallel.cut.originals import originals_in_place
-from meshtrain.parallel.cut.stage import cut
 from meshtrain.parallel.pipeline import full_tensor
 from tests.parity import GPT2, LLAMA
 from tests.ranks import run_on_ranks

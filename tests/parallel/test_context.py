@@ -1,5 +1,6 @@
 """Context parallelism computes what one process computes; what cannot is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import meshtrain
+from meshtrain.compat.transformers import set_attention_implementation
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import CP, MeshPlan
 from meshtrain.config.plan import ContextPlan, ParallelPlan, PrecisionPlan
@@ -160,12 +162,31 @@ def test_blocks_that_mix_positions_are_found() -> None:
             "zamba2",
             "mamba_decoder in the layers of Zamba2ForCausalLM mixes positions and takes several hidden states",
         ),
+        # Its queries grow with the number of tokens before them.
+        (
+            "llama4_text",
+            "Llama4ForCausalLM counts the tokens that a process has to compute queries or keys, not their positions",
+        ),
     ],
 )
 def test_classes_that_mix_positions_elsewhere_are_refused(model_type: str, message: str) -> None:
     with pytest.raises(ModelError) as caught:
         mixing_blocks(meta_model(model_type))
     assert caught.value.lines == (message,)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn"])
+def test_attention_without_masks_is_refused(name: str) -> None:
+    model = meta_model("llama")
+    set_attention_implementation(model.config, name)
+    with pytest.raises(PlanError) as refused:
+        resolve_plan(ParallelPlan(mesh=MeshPlan(dp_shard=1, cp=2)), model, BATCH, 2)
+    assert refused.value.lines == (
+        f"mesh.cp = 2: attention by {name!r} takes no mask, which says what the tokens of a part or document see; use "
+        "cp = 1",
+    )
+    one = resolve_plan(ParallelPlan(mesh=MeshPlan(dp_shard=1)), model, replace(BATCH, separates=True), 1)
+    assert one.attention.documents == "mask"
 
 
 def test_positions_that_a_class_counts_in_another_way_are_refused() -> None:

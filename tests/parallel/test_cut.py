@@ -16,8 +16,9 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel.cut.balance import even_layers
+from meshtrain.parallel.cut.cutter import check_cut, cut
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
-from meshtrain.parallel.cut.stage import Stage, check_cut, cut
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.cut.stubs import Channel, PartStub
 from tests.parity import DYNAMIC, GPT2, LLAMA, LONGROPE
 from tests.tiny import tiny_config

@@ -39,7 +39,9 @@ COMPILED = {"compile": {"enabled": True}}
 
 
 def segments_of(model_type: str, mesh: dict[str, int], attention: str = "sdpa", **tables: Any) -> ProofCase:
-    case = case_of(model_type, mesh, "separate", attention=attention, **tables)
+    # Llama 4 counts tokens from the start of their row for the temperature of queries.
+    same = {"attn_temperature_tuning": False} if model_type == "llama4_text" else {}
+    case = case_of(model_type, mesh, "separate", attention=attention, **{"config": same, **tables})
     assert case.plan.attention.documents == "segments"
     return case
 

@@ -245,6 +245,14 @@ def test_norm_in_experts_whose_gradient_no_rule_sums_is_refused() -> None:
     )
 
 
+def test_experts_that_layers_share_are_refused() -> None:
+    model = meta_model("mixtral")
+    one, other = (f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2))
+    model.all_tied_weights_keys[other] = one
+    (problem,) = check_experts(ParallelPlan(mesh=MeshPlan(dp_shard=1, ep=2)), model, BATCH)
+    assert str(problem) == f"mesh.ep = 2: several stacks of experts share {one}; use ep = 1"
+
+
 def test_an_own_forward_of_experts_is_refused() -> None:
     model = meta_model("mixtral")
     stack = model.model.layers[1].mlp.experts

@@ -60,6 +60,17 @@ def test_products_and_gradients_are_exact_where_float8_is(recipe: Recipe, tokens
 
 
 @recipes
+@pytest.mark.parametrize("tokens", [(32,), (2, 5)])
+def test_results_may_be_changed_in_place(recipe: Recipe, tokens: tuple[int, ...]) -> None:
+    def clamped(product: Callable[..., Tensor]) -> list[Tensor]:
+        return gradients(lambda *factors: product(*factors[:2]).clamp_(-1.0, 1.0) * factors[2], tokens)
+
+    found = clamped(lambda x, weight: float8_linear(recipe, x, weight))
+    for one, other in zip(found, clamped(torch.nn.functional.linear), strict=True):
+        assert torch.equal(one, other)
+
+
+@recipes
 def test_a_shard_rounds_as_the_whole_does(recipe: Recipe) -> None:
     stream = torch.Generator().manual_seed(0)
     # Within a factor of 8, nothing is near zero.

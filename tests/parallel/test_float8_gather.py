@@ -157,3 +157,10 @@ def test_a_run_resumes_on_other_meshes(tmp_path: Path) -> None:
     wanted, resumed, moved = ([it["loss"] for it in steps_of(tmp_path / it)] for it in ("at once", "resumed", "moved"))
     assert resumed == wanted
     assert moved == pytest.approx(wanted, rel=0.01)
+
+
+def test_parameters_on_the_host_are_gathered_in_bfloat16() -> None:
+    tables: dict[str, Any] = {"mesh": {"dp_shard": 2}, "precision": TENSORWISE}
+    assert gathers_in_float8(ParallelPlan.model_validate(tables))
+    # FSDP2 copies these to the device first, and the copy does not know how it is sent.
+    assert not gathers_in_float8(ParallelPlan.model_validate({**tables, "shard": {"offload": "cpu"}}))

@@ -158,6 +158,27 @@ def test_loss_scale_and_evaluation_do_not_change_the_router_loss() -> None:
     assert before == after == pytest.approx(plain[0], rel=1e-12)
 
 
+def router_losses_with_frozen_layers() -> list[float]:
+    """Return the router loss of a step where all layers train, and of one where low ones do not."""
+    lift_float32_casts()
+    subject, found = Case("mixtral", rows="joined").subject(), []
+    for frozen in ((), ("embed", "layers.0.", "layers.1.")):
+        model = build_meta_model(subject.hf_config, dtype=torch.float64)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        mesh, device = init_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
+        pipeline = build_pipeline(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
+        fill(pipeline, with_noise(initial_weights(subject)))
+        result = train_step(build_step_context(pipeline), 0, subject.batches()[0], np.arange(subject.global_batch_size))
+        found.append(result.router["router_aux_loss"])
+    return found
+
+
+def test_layers_without_a_backward_pass_are_in_the_router_loss() -> None:
+    ((wanted, found),) = run_on_ranks(1, router_losses_with_frozen_layers)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
 MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
 
 

@@ -157,7 +157,8 @@ def test_contradictions_of_a_level_are_refused() -> None:
         "or set shard.level = 1",
     )
     assert problems(make_plan("llama", mesh={"dp_replicate": 2, "dp_shard": 1}, shard={"level": 1})) == (
-        "shard.level = 1 shards over dp_shard, ep and cp, but each of the 2 copies of dp_replicate holds all; set "
+        "shard.level = 1 shards over dp_shard, ep and cp, but each of the 2 copies of dp_replicate holds all "
+        "parameters, so nothing would be sharded; set "
         "mesh.dp_shard = 2 in place of dp_replicate, or leave the level out",
     )
 

@@ -10,7 +10,7 @@ from meshtrain.config.mesh import DP_REPLICATE, DP_SHARD, EP, TP, MeshPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.cut.stage import cut
+from meshtrain.parallel.cut.cutter import cut
 from meshtrain.parallel.matrices import hidden_matrices
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training import matrix_exchange

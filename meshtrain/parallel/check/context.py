@@ -14,6 +14,7 @@ from meshtrain.parallel.context.attention import num_exchanged_keys
 from meshtrain.parallel.context.columns import Columns
 from meshtrain.parallel.context.mixing import mixing_blocks
 from meshtrain.parallel.context.positions import skips_padding
+from meshtrain.parallel.stage_attention import why_attention_stays
 from meshtrain.parallel.tensor.head_share import Heads, heads_of, uneven_heads
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -43,6 +44,8 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
 
 def _refusal(model: PreTrainedModel) -> str | None:
     """Return why a class cannot compute parts of sequences; None if it can."""
+    if (reason := why_attention_stays(model)) is not None:
+        return reason
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         name = type(model).__name__
         return f"{name} takes no position_ids, so it would count the positions of each part from 0"

@@ -6,6 +6,7 @@ from meshtrain.config.plan import AttentionPlan, ParallelPlan
 from meshtrain.errors import Problem
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.documents.proof import why_not_alone
+from meshtrain.parallel.stage_attention import why_attention_stays
 from meshtrain.parallel.tensor.rules import Problems
 
 
@@ -31,4 +32,4 @@ def why_mask(plan: ParallelPlan, model: PreTrainedModel) -> str | None:
             "with compile.enabled, the parts of a layer around attention are compiled, and recompute.mode = "
             "'selective' cannot select the results to keep inside of them"
         )
-    return why_not_alone(model)
+    return why_attention_stays(model) or why_not_alone(model)

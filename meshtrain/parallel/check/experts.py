@@ -7,7 +7,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
-from meshtrain.parallel.experts.stacks import expert_stacks, num_experts
+from meshtrain.parallel.experts.stacks import expert_parameters, expert_stacks, num_experts
 from meshtrain.parallel.experts.trial import sums_weighted_results
 from meshtrain.parallel.tensor.rules import Problems
 from meshtrain.parallel.tensor.styles import STYLES
@@ -29,6 +29,10 @@ def check_experts(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
             "processes",
             "leave it as it is, or use ep = 1",
         )
+        return
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair} & expert_parameters(model)
+    if tied:
+        yield Problem(f"mesh.ep = {ep}: several stacks of experts share {sorted(tied)[0]}", "use ep = 1")
         return
     try:
         numbers = {as_pattern(name): num_experts(stack) for name, stack in stacks.items()}

@@ -12,8 +12,8 @@ from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
 from meshtrain.parallel.cut.balance import balanced_layers, even_layers, layers_split_at
+from meshtrain.parallel.cut.cutter import check_cut, find_borders
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.cut.stage import check_cut, find_borders
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 

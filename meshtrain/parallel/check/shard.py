@@ -29,7 +29,7 @@ def check_shard(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
     if shard.level in WHOLE_PARAMETERS and not plan.mesh.is_sharded and plan.mesh.dp_replicate > 1:
         yield Problem(
             f"shard.level = {shard.level} shards over dp_shard, ep and cp, but each of the {plan.mesh.dp_replicate} "
-            "copies of dp_replicate holds all",
+            "copies of dp_replicate holds all parameters, so nothing would be sharded",
             f"set mesh.dp_shard = {plan.mesh.dp_replicate} in place of dp_replicate, or leave the level out",
         )
     wanted = REDUCTIONS.get(shard.level, "auto")

@@ -4,24 +4,35 @@ transformers calls both through its interfaces, by the name that a configuration
 that computes attention is still the one of the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshtrain.compat.nn import parameter_table
 from meshtrain.compat.transformers import mask_function_of
 from meshtrain.config.plan import ContextMethod
+from meshtrain.errors import DataError
 from meshtrain.parallel.context.collectives import to_heads, to_parts
 from meshtrain.parallel.context.columns import Columns
+from meshtrain.parallel.documents.mask import rule_of
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """Maps the indices of batch, head, query and key to whether the query sees the key."""
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """The function of a model: (module, query, key, value, mask, **others) -> output, others."""
+
+_TENSORS = ("s_aux", "position_ids")
+"""Tensors besides queries, keys, values and a mask that the attention of a model may get."""
+
+
+def further_tensors(kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the names of tensors that only the attention of one class reads."""
+    return {name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TENSORS}
 
 
 def attend_by_heads(
@@ -117,21 +128,30 @@ class Masks:
         self._base, self._method = base, method
         self._columns, self._rank = columns, rank
         self._pads: Tensor | None = None
+        self._shift: Tensor | None = None
         self._documents: tuple[Tensor, Tensor] | None = None
+        self._has_types = False
 
-    def begin(self, positions: Tensor | None, pads: Tensor | None) -> None:
+    def begin(
+        self, positions: Tensor | None, pads: Tensor | None, given: Tensor | None = None, *, has_types: bool = False
+    ) -> None:
         """Note what the masks of the next forward pass depend on.
 
         Args:
             positions: (batch, seq) of the full sequence; None if they count from its start. Each
                 document begins where they do not go on by one.
             pads: (batch, seq) False for padding; None without any.
+            given: (batch, seq) the columns of `pads` in the order in which the class gets them.
+            has_types: whether the class also gets types of tokens.
         """
-        self._pads = pads
+        self._pads, self._has_types = pads, has_types
+        self._shift = None if pads is None or given is None else _pads_before(given) - _pads_before(pads)
         self._documents = None
         if positions is not None:
-            begins = positions.diff(prepend=positions[:, :1] - 1) != 1
-            self._documents = positions, begins.cumsum(-1)
+            number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+            # Like transformers, which counts columns where no row has a second document.
+            columns = torch.arange(positions.shape[1], device=positions.device)
+            self._documents = torch.where((number[:, -1] > 0).any(), positions, columns), number
 
     def __call__(self, *, mask_function: MaskFunction, kv_length: int, **kwargs: Any) -> Any:
         """Return a mask for the queries that this rank computes, as the model's attention takes it.
@@ -140,8 +160,18 @@ class Masks:
             mask_function: of the full sequence.
             kv_length: length of the full sequence.
             kwargs: further arguments of the function for masks.
+
+        Raises:
+            DataError: for a mask that is made of the types of tokens, of which a class has only
+                those of a part.
         """
-        whole = self._inside_documents(mask_function)
+        rule = rule_of(mask_function, kwargs.get("local_size"), kwargs.get("device", "cpu")) if self._has_types else ""
+        if rule == "other":
+            raise DataError(
+                "token_type_ids cannot be divided over cp, because the model makes its mask of them",
+                "leave them out, or use a mesh with cp = 1",
+            )
+        whole = self._inside_documents(self._of_columns(mask_function))
         kwargs["kv_length"] = kv_length
         if self._documents is not None:
             kwargs["allow_is_causal_skip"] = False
@@ -149,7 +179,20 @@ class Masks:
             kwargs |= {"mask_function": whole, "q_length": kv_length, "attention_mask": self._pads}
         else:
             kwargs |= self._of_part(whole, kv_length, kwargs.get("device", "cpu"))
+            if kwargs.get("allow_is_bidirectional_skip"):
+                # Attention that sees all tokens still needs a mask for padding.
+                kwargs["allow_is_bidirectional_skip"] = self._pads is None
         return mask_function_of(self._base)(**kwargs)
+
+    def _of_columns(self, mask_function: MaskFunction) -> MaskFunction:
+        """Return a function that knows how much padding a row begins with, where chunks begin.
+
+        The class counts it in the order of columns that it got.
+        """
+        if self._shift is None:
+            return mask_function
+        shift = self._shift
+        return lambda b, h, q, k: mask_function(b, h, q + shift[b], k + shift[b])
 
     def _inside_documents(self, mask_function: MaskFunction) -> MaskFunction:
         if self._documents is None:
@@ -178,3 +221,8 @@ class Masks:
             # The rule of a part is not that of the first queries and keys.
             "allow_is_causal_skip": False,
         }
+
+
+def _pads_before(mask: Tensor) -> Tensor:
+    """Return (batch,) how many tokens of padding each row of a (batch, seq) mask begins with."""
+    return (mask.cumsum(-1) == 0).sum(-1)

@@ -4,6 +4,7 @@ Such blocks are convolutions, state spaces and linear attention. Where attention
 alone, and a token changes, only they change anything at other positions.
 """
 
+import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.compat.transformers import attention_registered
 from meshtrain.errors import ModelError
+from meshtrain.parallel.context.attention import further_tensors
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.context import change_input, change_output
 from meshtrain.parallel.tiny_copy import LayerKind, kinds_of_layers
@@ -36,7 +38,8 @@ def mixing_blocks(model: PreTrainedModel) -> list[str]:
 
     Raises:
         ModelError: if positions are mixed outside the blocks of layers, if no layer computes
-            attention through the interface of transformers, or if a tiny copy does not run.
+            attention through the interface of transformers, if it depends on more than positions,
+            or if a tiny copy does not run.
     """
     if model not in _found:
         _found[model] = _find(model)
@@ -48,11 +51,16 @@ class _OwnPosition:
 
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
+        self.unknown: set[str] = set()
+        # Queries and keys of each call, (batch, heads, seq, width).
+        self.compared: list[Tensor] = []
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         self.modules.add(module)
+        self.unknown |= further_tensors(kwargs)
+        self.compared += query, key
         values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return values.transpose(1, 2).contiguous(), None
 
@@ -72,6 +80,7 @@ def _find(model: PreTrainedModel) -> list[str]:
             tiny(**inputs_of(tiny), use_cache=False)
         mixing = {at: block for at, block in _blocks(tiny).items() if at in seen and seen[at].mixes}
         mixes_elsewhere = _mixes_without(tiny, list(mixing.values()))
+        counts_places = _counts_places(tiny, list(mixing.values()), attention)
     name = type(model).__name__
     if not attention.modules:
         raise ModelError(
@@ -85,6 +94,10 @@ def _find(model: PreTrainedModel) -> list[str]:
             raise ModelError(f"{at.child} in the layers of {name} mixes positions by attention and in another way too")
         if seen[at].num_states > 1:
             raise ModelError(f"{at.child} in the layers of {name} mixes positions and takes several hidden states")
+    if attention.unknown:
+        raise ModelError(f"the attention of {name} gets {sorted(attention.unknown)[0]}, which may be that of a part")
+    if counts_places:
+        raise ModelError(f"{name} counts the tokens that a process has to compute queries or keys, not their positions")
     kinds = {at[1:] for at in mixing}
     return [f"{at.layer}.{at.child}" for at in _blocks(model) if at[1:] in kinds]
 
@@ -152,6 +165,30 @@ def _mixes_without(tiny: PreTrainedModel, blocks: Iterable[nn.Module]) -> bool:
             hooks.enter_context(block.register_forward_hook(partial(change_output, torch.zeros_like)))
         one, other = (tiny(**inputs | {"input_ids": it}, use_cache=False).logits for it in (inputs["input_ids"], ids))
     return _differ_elsewhere(one, other)
+
+
+def _counts_places(tiny: PreTrainedModel, blocks: Iterable[nn.Module], attention: _OwnPosition) -> bool:
+    """Return whether queries or keys change if a copy gets the second half of its tokens alone.
+
+    Args:
+        tiny: the copy, in which attention sees each token alone.
+        blocks: whose results are left out, because they mix positions.
+        attention: of the copy.
+    """
+    if "position_ids" not in inspect.signature(type(tiny).forward).parameters:
+        return False
+    whole = {**inputs_of(tiny), "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH)}
+    found = []
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(partial(change_output, torch.zeros_like)))
+        for first in (0, LENGTH // 2):
+            attention.compared.clear()
+            part = {name: it[:, first:] if isinstance(it, Tensor) else it for name, it in whole.items()}
+            tiny(**part, use_cache=False)
+            found.append([*attention.compared])
+    pairs = ((one[..., -other.shape[-2] :, :], other) for one, other in zip(*found, strict=True))
+    return any(bool((one - other).abs().max() > CLOSE * other.abs().max()) for one, other in pairs)
 
 
 def _differ_elsewhere(one: Tensor, other: Tensor) -> bool:

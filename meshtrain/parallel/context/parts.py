@@ -212,8 +212,6 @@ class ContextParallel:
         shape = (ids.shape[0], self._length)
         positions, pads = kwargs.get("position_ids"), kwargs.get("attention_mask")
         self.pads = pads
-        # Like transformers, which looks for documents only without a mask.
-        self._masks.begin(positions if pads is None else None, None if pads is None else pads.bool())
         if positions is None and pads is not None and self._skips_padding:
             positions = tokens_before(pads)
         elif positions is None:
@@ -224,6 +222,13 @@ class ContextParallel:
         if pads is not None:
             # Blocks other than attention get its last columns, of as many tokens as the input has.
             mask = pads[:, self.columns.joined(self._length, last=self._group.rank()).to(ids.device)]
+        # Like transformers, which looks for documents only without a mask.
+        self._masks.begin(
+            kwargs.get("position_ids") if pads is None else None,
+            None if pads is None else pads.bool(),
+            mask.bool(),
+            has_types=kwargs.get("token_type_ids") is not None,
+        )
         mine = self._mine(self._length, ids.device)
         return {**kwargs, "position_ids": positions[..., mine], "attention_mask": mask}
 

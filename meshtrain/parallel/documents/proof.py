@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class
+from meshtrain.parallel.context.attention import further_tensors
 from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
 from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.stage_attention import StageAttention
@@ -49,6 +50,8 @@ def why_not_alone(model: PreTrainedModel) -> str | None:
         found = _results(tiny, _packed)
     except MISFITS as error:
         return f"{name} uses the mask itself ({type(error).__name__}: {_first_line(error)})"
+    if attention.unknown:
+        return f"the attention of {name} gets {sorted(attention.unknown)[0]} too"
     if not attention.calls:
         return f"{name} does not compute attention through the interface of transformers"
     largest = max(float(value.abs().max()) for value in wanted.values())
@@ -60,14 +63,19 @@ def why_not_alone(model: PreTrainedModel) -> str | None:
 
 
 class _Counted(StageAttention):
-    """Attention that counts its calls for documents."""
+    """Attention that counts its calls for documents, and notes what only code of a class reads."""
 
     calls = 0
+
+    def __init__(self, base: str, **options: Any) -> None:
+        super().__init__(base, **options)
+        self.unknown: set[str] = set()
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         self.calls += isinstance(attention_mask, SegmentedMask)
+        self.unknown |= further_tensors(kwargs)
         return super().attend(module, query, key, value, attention_mask, **kwargs)
 
 

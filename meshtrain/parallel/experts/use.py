@@ -91,10 +91,10 @@ class ExpertUse:
         for name, stack in expert_stacks(stage).items():
             if name not in self._numbers:
                 continue
-            # Numbers behind the last expert stand for none.
+            # Indices past the last expert mean that none is chosen.
             counts = torch.zeros(self._most + 1, dtype=torch.long, device=self._device)
             stack.register_buffer(_COUNTS, counts, persistent=False)
-            # Before the hooks of tensor parallelism, which change the numbers of experts.
+            # Before the hooks of tensor parallelism, which change the indices of experts.
             stack.register_forward_pre_hook(torch.compiler.disable(self._count), prepend=True, with_kwargs=True)
             self._watched.append(_Watched(name, stack, biases.get(name)))
 

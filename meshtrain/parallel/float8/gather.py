@@ -5,7 +5,7 @@ before it is sent, with the scale of the full weight. What arrives is converted 
 holds it exactly, and the product finds the same values again: nothing is rounded a second time.
 
 Only `tensorwise` has one scale for both passes. Rows have other scales in the backward pass, where
-they are columns, and so have blocks.
+they are columns, and so do blocks.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,8 +24,11 @@ from meshtrain.parallel.shard import fsdp_modules
 
 
 def gathers_in_float8(plan: ParallelPlan) -> bool:
-    """Return whether FSDP2 gathers the weights of a resolved plan in float8, where it can."""
-    is_float8 = plan.precision.compute == "float8"
+    """Return whether FSDP2 gathers the weights of a resolved plan in float8, where it can.
+
+    It cannot with parameters on the host, which it copies to the device first.
+    """
+    is_float8 = plan.precision.compute == "float8" and plan.shard.offload == "none"
     return is_float8 and plan.mesh.is_sharded and has_one_scale(plan.precision.float8)
 
 

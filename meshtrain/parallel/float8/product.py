@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from meshtrain.compat.operators import scaled_product
+from meshtrain.compat.operators import rows_as, scaled_product
 from meshtrain.config.plan import Float8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,7 +80,8 @@ def float8_linear(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None
     Source: FP8 formats for deep learning (arXiv:2209.05433); for blocks, OCP microscaling formats
     (MX) 1.0, with scales under which no value is cut off.
     """
-    y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe).view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-untyped-call]
+    rows: Tensor = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe)  # type: ignore[no-untyped-call]
+    y = rows_as(rows, (*x.shape[:-1], weight.shape[0]))
     return y if bias is None else y + bias
 
 
@@ -98,7 +99,9 @@ class _Float8Product(torch.autograd.Function):
         scales = (of_x.scales, of_weight.scales) if recipe.scaling is ScalingType.TensorWise else (None, None)
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, *scales)
         ctx.recipe, ctx.num_tokens = recipe, x.shape[0]
-        return _multiply(of_x, of_weight, recipe, is_fast=True)[: x.shape[0]]
+        y = _multiply(of_x, of_weight, recipe, is_fast=True)
+        # A view may not be changed in place, which some classes do.
+        return y if len(y) == len(x) else y[: len(x)].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

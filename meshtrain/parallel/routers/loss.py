@@ -97,8 +97,12 @@ class RouterLoss:
         if not losses:
             return None
         hidden, *rest = output if isinstance(output, tuple) else (output,)
-        carrier = _Carry.apply(hidden, torch.stack(list(losses.values())), self)  # type: ignore[no-untyped-call]
+        values = torch.stack(list(losses.values()))
+        carrier = _Carry.apply(hidden, values, self)  # type: ignore[no-untyped-call]
         losses.clear()
+        if torch.is_grad_enabled() and not carrier.requires_grad:
+            # Nothing up to here trains, so no backward pass comes by.
+            self.start_backward(values)
         return (carrier, *rest) if isinstance(output, tuple) else carrier
 
     def _checkpoint(
@@ -129,7 +133,7 @@ class RouterLoss:
     def start_backward(self, losses: Tensor) -> Tensor:
         """Add the losses of a layer to `total`, and return their gradient.
 
-        It is called once for each backward pass.
+        It is called once for each forward pass of training.
 
         Args:
             losses: (routers, terms).

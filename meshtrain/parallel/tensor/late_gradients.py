@@ -4,10 +4,10 @@ The backward pass of a projection consists of two products. Other processes need
 of the input. So it is computed first, for all projections that read this input, and its sum is
 posted. The gradients of the weights are computed while it travels.
 
-Autograd keeps this order by itself: of the nodes that are ready, it runs the one first that was
-made last. A block makes, in its forward pass, a node that awaits the sum, one for each weight, and
-one that posts the sum, in this order. A projection hands the factors of the gradient to the node of
-its weight, and zeros in place of a gradient.
+Autograd keeps this order by itself: of the nodes that are ready, it runs the newest first. A block
+makes, in its forward pass, a node that awaits the sum, one for each weight, and one that posts the
+sum, in this order. A projection hands the factors of the gradient to the node of its weight, and
+zeros in place of a gradient.
 
 Source: Megatron-LM (arXiv:1909.08053), whose `LinearWithGradAccumulationAndAsyncCommunication`
 computes the gradient of one weight in this time.

@@ -18,9 +18,9 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.lora import make_adapters
 from meshtrain.parallel.account import Message, messages, messages_between
 from meshtrain.parallel.cut.borders import StageRoutes
+from meshtrain.parallel.cut.cutter import find_structure, routes_of
 from meshtrain.parallel.cut.kinds import kinds_of
 from meshtrain.parallel.cut.probe import Structure, find_layers
-from meshtrain.parallel.cut.stage import find_structure, routes_of
 from meshtrain.parallel.tensor.local_shapes import may_cut_borders
 from meshtrain.planning.simulation.fewer_layers import keep_layers
 from meshtrain.planning.simulation.run import SimulatedRun
