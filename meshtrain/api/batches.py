@@ -17,7 +17,7 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
-    """Check that the ranks that share a model got the same inputs. Collective over tp and pp.
+    """Check that the ranks that share a model got the same inputs. Collective over tp, cp and pp.
 
     Without the check, a program that shuffles on every rank separately would silently train on
     nonsense.
@@ -33,7 +33,9 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
 
 
 def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int) -> tuple[bool, list[int]]:
-    """Compare the inputs of ranks that share a model, in one message. Collective over tp and pp.
+    """Compare the inputs of ranks that share a model, in one message.
+
+    Collective over tp, cp and pp.
 
     Args:
         further: other numbers of this rank.
@@ -78,7 +80,7 @@ def different_batch(batch: Mapping[str, Any]) -> Problem:
     """Return the problem of a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
     return Problem(
-        f"rank {dist.get_rank()} received a different batch from a rank that shares its model over tp or pp (here: "
+        f"rank {dist.get_rank()} received a different batch from a rank that shares its model over tp, cp or pp (here: "
         f"{shapes})",
         "pass the same rows in the same order to all of these ranks: call torch.manual_seed(0) before the DataLoader "
         "shuffles, or use a sampler over the data ranks only",

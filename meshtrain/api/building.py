@@ -43,7 +43,7 @@ def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMes
             2, "tp": 2}}`.
 
     Returns:
-        The mesh with the axes (pp, dp_replicate, dp_shard, tp), including those of size 1.
+        The mesh with all axes of a plan, including those of size 1.
 
     Raises:
         ConfigError: if the plan is wrong.

@@ -264,7 +264,10 @@ def _check_head(model: PreTrainedModel, plan: ParallelPlan) -> None:
     try:
         find_base(model)
     except ModelError as error:
-        raise PlanError(f"mesh.cp = {plan.mesh.cp}: {error.problems[0].found}", "use cp = 1") from error
+        raise PlanError(
+            f"mesh.cp = {plan.mesh.cp}: logits of parts cannot be joined, because {error.problems[0].found}",
+            "use cp = 1",
+        ) from error
 
 
 def _loss_of_program(plan: ParallelPlan, model: PreTrainedModel) -> LossPlan:

@@ -275,7 +275,7 @@ WANTED = {
     "hooked": r"1 parameters have hooks on their gradients \(transformer.wte.weight\), .*; change parameter.grad after",
     "labels": r"rank \d calls the model with(out)? labels and trains 68 of 68 parameters, but another rank differs",
     "frozen": r"rank \d calls the model with labels and trains 6[78] of 68 parameters, but another rank differs",
-    "shuffled": r"rank \d received a different batch from a rank that shares its model over tp or pp",
+    "shuffled": r"rank \d received a different batch from a rank that shares its model over tp, cp or pp",
     "tuple of states": r"return_dict = False with output_hidden_states = True: .*; leave return_dict out",
     "own loss": r"model.loss_function was set by the program: .*; compute it from the logits, divided by model",
     "part": r"a part of a parallel model was called by itself, .*; call the model itself, and use model\(...,",

@@ -340,7 +340,9 @@ def ask_for_the_impossible() -> None:
     )
     with pytest.raises(PlanError) as refused:
         parallel(AutoModelForTokenClassification.from_config(stock.config), {"cp": 2})
-    assert str(refused.value).startswith("mesh.cp = 2: the head of a GPT2ForTokenClassification cannot run in chunks: ")
+    assert str(refused.value).startswith(
+        "mesh.cp = 2: logits of parts cannot be joined, because the head of a GPT2ForTokenClassification cannot run in "
+    )
 
 
 def test_calls_that_need_full_sequences_are_refused() -> None:

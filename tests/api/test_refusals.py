@@ -90,7 +90,7 @@ WANTED = {
     "moved": r"a parallel model cannot be moved \(to meta, torch.float64\): every rank keeps .*; leave the call out",
     "cast": r"a parallel model cannot be moved \(to cpu, torch.bfloat16\)",
     "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
-    "shuffled": r"rank R received a different batch from a rank that shares its model over tp or pp \(here: "
+    "shuffled": r"rank R received a different batch from a rank that shares its model over tp, cp or pp \(here: "
     r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); pass the same rows in the same order",
     "drawn": r"ranks 0 and 1 pass models that differ in 52 of 52 values: transformer.wte.weight is float64 \(98, 32\) "
     r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
@@ -277,9 +277,10 @@ def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
     for text in run_on_ranks(4, misuse_on_one_rank):
         assert text == [
             f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
-            "rank 0 received a different batch from a rank that shares its model over tp or pp (here: attention_mask "
-            "(4, 8), input_ids (4, 8), labels (4, 8)); pass the same rows in the same order to all of these ranks: "
-            "call torch.manual_seed(0) before the DataLoader shuffles, or use a sampler over the data ranks only",
+            "rank 0 received a different batch from a rank that shares its model over tp, cp or pp (here: "
+            "attention_mask (4, 8), input_ids (4, 8), labels (4, 8)); pass the same rows in the same order to all of "
+            "these ranks: call torch.manual_seed(0) before the DataLoader shuffles, or use a sampler over the data "
+            "ranks only",
             f"rank 3: the batch has no input_ids, it has attention_mask, labels; {takes}",
             f"rank 0: rows of 70 tokens, but the model has learned positions 0 to 63; {shorter}",
             f"rank 0: position_ids from 60 to 67, but the model has learned positions 0 to 63; {shorter}",
