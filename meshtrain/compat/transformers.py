@@ -329,7 +329,12 @@ def attention_registered(owner: Any) -> str:
 
 
 def is_registered_here(name: str) -> bool:
-    """Return whether an attention is one of `attention_registered`."""
+    """Return whether an attention is one of `attention_registered`.
+
+    Why: a configuration that a parallel model has shared names it, and transformers does not tell
+    whose it is.
+    Holds: transformers 5.17 to 5.23.
+    """
     return name.startswith(_OWN_NAME)
 
 
