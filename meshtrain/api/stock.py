@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.api.handle import find_handle
 from meshtrain.compat.nn import is_compiled
+from meshtrain.compat.transformers import attention_implementation, is_registered_here
 from meshtrain.config.arguments import described
 from meshtrain.errors import ModelError, name_some
 
@@ -36,6 +37,13 @@ def check_stock(model: nn.Module) -> PreTrainedModel:
         what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
         raise ModelError(
             f"this {type(model).__name__} {what}", "load it without that, because meshtrain.parallelize distributes it"
+        )
+    attention = attention_implementation(model.config.get_text_config())
+    if attention is not None and is_registered_here(attention):
+        raise ModelError(
+            f"the configuration of this {type(model).__name__} is that of a model that is parallel already, and says "
+            "how that one computes attention",
+            "build it from a copy of the configuration, made before the call of meshtrain.parallelize",
         )
     return model
 

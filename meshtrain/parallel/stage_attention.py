@@ -19,7 +19,6 @@ from meshtrain.compat.transformers import (
     attention_function,
     attention_implementation,
     attention_registered,
-    is_registered_here,
     mask_function_of,
     takes_masks,
 )
@@ -36,10 +35,8 @@ def why_attention_stays(model: PreTrainedModel) -> str | None:
         model: stock, on the meta device.
     """
     name = attention_implementation(model.config.get_text_config())
-    if name is None or (takes_masks(name) and not is_registered_here(name)):
+    if name is None or takes_masks(name):
         return None
-    if is_registered_here(name):
-        return f"the configuration of this {type(model).__name__} is that of a model that is already parallel"
     return f"attention by {name!r} takes no mask, which says what the tokens of a part or document see"
 
 
@@ -78,6 +75,7 @@ class StageAttention:
         model.set_attn_implementation(self._name)
         module = model.get_submodule(base)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        module.register_forward_hook(self._end, always_call=True)
         if self._context is not None and self._context.cuts_calls:
             module.register_forward_hook(self._context.share_router_logits)
         if self._context is not None:
@@ -99,8 +97,7 @@ class StageAttention:
         try:
             yield
         finally:
-            # A mask that is made before the next forward pass begins is not for these segments.
-            self._documents = self._segments = None
+            self._documents = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -147,6 +144,10 @@ class StageAttention:
             # A class may pass the tokens by position.
             return (), self._context.begin(dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs)
         return args, kwargs if self._parts is None else self._parts.begin(kwargs)
+
+    def _end(self, *_: Any) -> None:
+        # Generation with a static cache makes masks before its next forward pass begins.
+        self._segments = None
 
     def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:
         if self._documents is None:

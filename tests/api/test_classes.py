@@ -72,9 +72,11 @@ def train_stock(configs: list[PretrainedConfig]) -> list[Training]:
     return [Training(*train(model), copy_weights(model)) for model in models]
 
 
-def train_parallel(configs: list[PretrainedConfig], mesh: dict[str, int]) -> list[Training]:
+def train_parallel(
+    configs: list[PretrainedConfig], mesh: dict[str, int], tables: dict[str, Any] | None = None
+) -> list[Training]:
     replicas.LARGE = 64
-    models = [parallel(build(config), mesh) for config in configs]
+    models = [parallel(build(config), mesh, **(tables or {})) for config in configs]
     return [Training(*train(model), full_parameters(model)) for model in models]
 
 
@@ -101,14 +103,15 @@ def test_stock_loop_computes_the_same_around_many_classes() -> None:
             assert names == stock.parameters.keys()
 
 
-def test_layers_that_share_a_block_are_sharded_together() -> None:
+@pytest.mark.parametrize("shard", [{}, {"prefetch": 1}], ids=str)
+def test_layers_that_share_a_block_are_sharded_together(shard: dict[str, int]) -> None:
     config, kinds = tiny_config("zamba2", LAYERS), ["linear_attention", "hybrid"] * 2
     # Copies with few layers have one that is a hybrid.
     config.update({"layers_block_type": kinds, "layer_types": kinds, "hybrid_layer_ids": [1, 3]})
     (stock,) = run_on_ranks(1, train_stock, [config])[0]
     (held,) = [name for name in stock.parameters if name.endswith("shared_transformer.self_attn.o_proj.weight")]
     assert held.startswith("model.layers.1.")
-    for (found,) in run_on_ranks(2, train_parallel, [config], {"dp_shard": 2}):
+    for (found,) in run_on_ranks(2, train_parallel, [config], {"dp_shard": 2}, {"shard": shard}):
         assert found.losses == pytest.approx(stock.losses, rel=1e-12, abs=0)
         assert_equal(found.gradients, stock.gradients)
         assert_equal(found.parameters, stock.parameters)

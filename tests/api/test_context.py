@@ -210,10 +210,13 @@ def compare_masks(tables: dict[str, Any]) -> None:
     left[0, :3] = right[1, 5:] = 0
     positions = {"position_ids": torch.arange(2, 14).expand(2, -1)}
     both = {"is_causal": False}
+    # An embedding, which needs no mask.
+    typed = both | {"token_type_ids": left}
     chunked = partial(of_type, "llama4_text", attn_temperature_tuning=False)
     for build, inputs in (
         (chunked, [{"attention_mask": left}, {"attention_mask": right}, positions]),
         (partial(stock_model, "llama-tied"), [both, both | {"attention_mask": left}, both | {"attention_mask": right}]),
+        (partial(stock_model, "gpt2-tied"), [typed, {"token_type_ids": left}]),
         # It passes `use_cache` on without naming it.
         (partial(of_type, "granitemoe"), [{}, {"attention_mask": right}]),
     ):
@@ -312,11 +315,6 @@ class OwnLoss(GPT2LMHeadModel):
 
 def ask_for_the_impossible() -> None:
     model, batch = parallel(stock_model("gpt2-tied"), {"cp": 2}), batches()[0]
-    with pytest.raises(PlanError) as refused:
-        parallel(GPT2LMHeadModel(model.config), {"cp": 2})
-    assert str(refused.value) == (
-        "mesh.cp = 2: the configuration of this GPT2LMHeadModel is that of a model that is already parallel; use cp = 1"
-    )
     for given, message in REFUSED:
         with pytest.raises((DataError, ModelError)) as caught:
             model(**{**batch, **given})
@@ -343,6 +341,22 @@ def ask_for_the_impossible() -> None:
     assert str(refused.value).startswith(
         "mesh.cp = 2: logits of parts cannot be joined, because the head of a GPT2ForTokenClassification cannot run in "
     )
+
+
+def share_a_configuration() -> None:
+    model = parallel(stock_model("gpt2-tied"), {"cp": 2})
+    for mesh in ({"cp": 2}, {"tp": 2}):
+        with pytest.raises(ModelError) as caught:
+            parallel(GPT2LMHeadModel(model.config), mesh)
+        assert str(caught.value) == (
+            "the configuration of this GPT2LMHeadModel is that of a model that is parallel already, and says how that "
+            "one computes attention; build it from a copy of the configuration, made before the call of "
+            "meshtrain.parallelize"
+        )
+
+
+def test_a_configuration_that_a_parallel_model_has_is_refused() -> None:
+    run_on_ranks(2, share_a_configuration)
 
 
 def test_calls_that_need_full_sequences_are_refused() -> None:

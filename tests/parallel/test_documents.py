@@ -19,9 +19,11 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.documents import why_mask
 from meshtrain.parallel.documents.proof import why_not_alone
+from meshtrain.parallel.stage_attention import StageAttention
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.verify.case import ProofCase, make_batches
+from tests.api.programs import stock_model
 from tests.parallel.test_context import CONTIGUOUS, GATHERED, assert_proven, case_of, meta_model
 from tests.ranks import run_on_ranks
 
@@ -202,3 +204,16 @@ def test_why_a_class_needs_a_mask() -> None:
         "attention.documents = 'segments': FalconForCausalLM does not compute attention through the interface of "
         "transformers; set it to 'auto' or 'mask'",
     )
+
+
+def test_masks_after_a_batch_are_not_those_of_its_documents() -> None:
+    model, attention = stock_model("llama-tied"), StageAttention("sdpa", by_documents=True)
+    attention.watch(model)
+    ids = torch.arange(3, 19)[None]
+    inputs = {"input_ids": ids, "position_ids": torch.cat([torch.arange(10), torch.arange(6)])[None]}
+    with attention.of(inputs):
+        model(**inputs, use_cache=False)
+    wanted, options = stock_model("llama-tied").eval(), {"max_new_tokens": 2, "do_sample": False}
+    # A static cache makes its masks before the forward pass.
+    found = model.eval().generate(ids[:, :5], **options, cache_implementation="static")
+    assert torch.equal(found, wanted.generate(ids[:, :5], **options))

@@ -18,7 +18,6 @@ from meshtrain.config.plan import ContextMethod
 from meshtrain.errors import DataError
 from meshtrain.parallel.context.collectives import to_heads, to_parts
 from meshtrain.parallel.context.columns import Columns
-from meshtrain.parallel.documents.mask import rule_of
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """Maps the indices of batch, head, query and key to whether the query sees the key."""
@@ -153,26 +152,29 @@ class Masks:
             columns = torch.arange(positions.shape[1], device=positions.device)
             self._documents = torch.where((number[:, -1] > 0).any(), positions, columns), number
 
-    def __call__(self, *, mask_function: MaskFunction, kv_length: int, **kwargs: Any) -> Any:
+    def __call__(
+        self, *, mask_function: MaskFunction, kv_length: int, local_size: int | None = None, **kwargs: Any
+    ) -> Any:
         """Return a mask for the queries that this rank computes, as the model's attention takes it.
 
         Args:
             mask_function: of the full sequence.
             kv_length: length of the full sequence.
+            local_size: of the windows or chunks; None without.
             kwargs: further arguments of the function for masks.
 
         Raises:
             DataError: for a mask that is made of the types of tokens, of which a class has only
                 those of a part.
         """
-        rule = rule_of(mask_function, kwargs.get("local_size"), kwargs.get("device", "cpu")) if self._has_types else ""
-        if rule == "other":
+        if self._has_types and _reads_tensors(mask_function):
             raise DataError(
                 "token_type_ids cannot be divided over cp, because the model makes its mask of them",
                 "leave them out, or use a mesh with cp = 1",
             )
-        whole = self._inside_documents(self._of_columns(mask_function))
-        kwargs["kv_length"] = kv_length
+        # Only chunks count padding, and only they and windows have a size.
+        whole = self._inside_documents(mask_function if local_size is None else self._of_columns(mask_function))
+        kwargs |= {"kv_length": kv_length} | ({} if local_size is None else {"local_size": local_size})
         if self._documents is not None:
             kwargs["allow_is_causal_skip"] = False
         if self._method == "ulysses":
@@ -221,6 +223,13 @@ class Masks:
             # The rule of a part is not that of the first queries and keys.
             "allow_is_causal_skip": False,
         }
+
+
+def _reads_tensors(function: Any) -> bool:
+    """Return whether a mask function closes over tensors, itself or by those that it combines."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held = [it for cell in cells for it in (cell if isinstance(cell, tuple | list) else (cell,))]
+    return any(isinstance(it, Tensor) or _reads_tensors(it) for it in held)
 
 
 def _pads_before(mask: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class SegmentedMask:
         self.base, self._function = base, mask_function
         self._kwargs = {name: kwargs[name] for name in ("dtype", "config", "use_vmap", "device") if name in kwargs}
         self.local_size = local_size or 0
-        self.rule = rule_of(mask_function, local_size, self._kwargs.get("device", "cpu"))
+        self.rule = _rule_of(mask_function, local_size, self._kwargs.get("device", "cpu"))
         self.segments = in_chunks(segments, self.local_size) if self.rule == "chunks" else list(segments)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
@@ -93,7 +93,7 @@ class SegmentedMask:
         )
 
 
-def rule_of(function: Callable[..., Any], size: int | None, device: Any) -> Rule:
+def _rule_of(function: Callable[..., Any], size: int | None, device: Any) -> Rule:
     """Return the rule of a mask function; `other` for one that is none of the known ones."""
     if function is causal_mask_function:
         return "causal"

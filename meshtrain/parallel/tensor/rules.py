@@ -244,11 +244,9 @@ def _wrong_sums(model: PreTrainedModel, styles: Mapping[str, Style], plan: Tenso
         block = next(blocks, None)
         is_split = plan.sequence_parallel and name.startswith(f"{layers}.")
         if block is not None and (row.sums_outputs or (row.kind == "replica" and row.gradients != "partial")):
-            problem = (
-                "the gradient of its outputs would be summed twice"
-                if row.sums_outputs
-                else ("its gradient must be summed")
-            )
+            problem = "its gradient must be summed"
+            if row.sums_outputs:
+                problem = "the gradient of its outputs would be summed twice"
             yield Problem(
                 f"{what}, but inside of {as_pattern(block)} ({styles[block]!r}) each process works for its shards "
                 f"only, so {problem}",
