@@ -30,7 +30,7 @@ from meshtrain.models.whole.folder import described_half, files_identity, is_loc
 from meshtrain.models.whole.half import LanguageHalf
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.parallel.check.routers import check_expert_tokens
+from meshtrain.parallel.check.routers import check_expert_tokens, check_fillers
 from meshtrain.parallel.moment_blocks import check_moment_blocks
 from meshtrain.parallel.packing import check_packing
 from meshtrain.parallel.shard import needs_fsdp
@@ -142,6 +142,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         _check_formats(plan)
     if config.logging.noise_scale_every is not None:
         check_noise_scale(plan, batch)
+    if config.data.form == "packed" and not config.data.drop_last:
+        check_fillers(model, config.router)
     if config.logging.expert_tokens:
         check_expert_tokens(plan, model, config.router)
     teacher = resolve_teacher(config, model, plan, batch)

@@ -87,6 +87,24 @@ def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: Rout
         )
 
 
+def check_fillers(model: PreTrainedModel, router: RouterConfig) -> None:
+    """Check that routers do not learn from rows of padding, for which packed batches have no mask.
+
+    Args:
+        model: the stock model.
+        router: of the run.
+
+    Raises:
+        ConfigError: if they would.
+    """
+    if router.bias_update_rate or find_formulas(model, router) is not None:
+        raise ConfigError(
+            "data.drop_last = false fills the last packed batch of an epoch with rows of padding, and the losses and "
+            "biases of routers would count their tokens",
+            "leave it out, or set data.form = 'padded'",
+        )
+
+
 def _styles(plan: ParallelPlan, model: PreTrainedModel) -> Mapping[str, Style]:
     """Return FQN -> style of tensor parallelism."""
     unfused = copy.deepcopy(model)
