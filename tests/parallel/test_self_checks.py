@@ -97,7 +97,7 @@ def test_replicas_are_equal_and_every_stock_parameter_is_held() -> None:
 
 def drift() -> dict[str, Tensor]:
     """Train with a head norm whose gradient is not summed, without the check that refuses it."""
-    rules._unsummed_replicas = lambda *_: iter(())
+    rules._wrong_sums = lambda *_: iter(())
     case = Case("qwen3", (1, 1, 1, 2))
     plan = case.plan()
     styles = {**plan.tensor.styles, Q_NORM: "replicate"}
