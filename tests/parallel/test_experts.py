@@ -226,7 +226,7 @@ def test_gradients_of_all_full_parameters_of_experts_are_summed_over_tp() -> Non
     # Four of each layer; the last norm and the embedding show the gradient of what experts get.
     assert len(wanted) == 10
     for found in run_on_ranks(2, gradients_of_full_parameters, {"tp": 2}):
-        # Its norms compute in float32. What is summed twice or not at all differs in the first digit.
+        # Its norms compute in float32. What is summed twice, or not at all, differs by far more.
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-8)
 
 
