@@ -206,7 +206,7 @@ def test_why_a_class_needs_a_mask() -> None:
     )
 
 
-def test_masks_after_a_batch_are_not_those_of_its_documents() -> None:
+def generate_after_documents() -> None:
     model, attention = stock_model("llama-tied"), StageAttention("sdpa", by_documents=True)
     attention.watch(model)
     ids = torch.arange(3, 19)[None]
@@ -217,3 +217,7 @@ def test_masks_after_a_batch_are_not_those_of_its_documents() -> None:
     # A static cache makes its masks before the forward pass.
     found = model.eval().generate(ids[:, :5], **options, cache_implementation="static")
     assert torch.equal(found, wanted.generate(ids[:, :5], **options))
+
+
+def test_masks_after_a_batch_are_not_those_of_its_documents() -> None:
+    run_on_ranks(1, generate_after_documents)
