@@ -82,12 +82,12 @@ def on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
 
 
 @contextmanager
-def copies_must_run(tiny: PreTrainedModel, how: str = "") -> Iterator[None]:
+def copies_must_run(tiny: PreTrainedModel, failure: str = "does not run") -> Iterator[None]:
     """Raise a ModelError if a copy does not run in the block.
 
     Args:
         tiny: the copy.
-        how: what is special in the block, for the error; with a space before it.
+        failure: what the error says of the copy.
 
     Raises:
         ModelError: with the error of the model's own code.
@@ -96,9 +96,7 @@ def copies_must_run(tiny: PreTrainedModel, how: str = "") -> Iterator[None]:
         yield
     except MISFITS as error:
         first = (str(error).splitlines() or [""])[0]
-        raise ModelError(
-            f"a tiny copy of {type(tiny).__name__} does not run{how} ({type(error).__name__}: {first})"
-        ) from error
+        raise ModelError(f"a tiny copy of {type(tiny).__name__} {failure} ({type(error).__name__}: {first})") from error
 
 
 def inputs_of(tiny: PreTrainedModel) -> dict[str, Any]:

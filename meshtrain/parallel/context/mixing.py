@@ -5,7 +5,7 @@ alone, and a token changes, only they change anything at other positions.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,40 +68,6 @@ class _OwnPosition:
         return None
 
 
-def _find(model: PreTrainedModel) -> list[str]:
-    tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
-    seen: dict[_Block, _Seen] = {}
-    with copies_must_run(tiny, " without an attention mask, as over cp"), torch.no_grad():
-        tiny.set_attn_implementation(attention_registered(attention))
-        with ExitStack() as hooks:
-            for at, block in _blocks(tiny).items():
-                look = partial(_look, seen, at)
-                hooks.enter_context(block.register_forward_hook(look, with_kwargs=True))
-            tiny(**inputs_of(tiny), use_cache=False)
-        mixing = {at: block for at, block in _blocks(tiny).items() if at in seen and seen[at].mixes}
-        mixes_elsewhere = _mixes_without(tiny, list(mixing.values()))
-        counts_places = _counts_places(tiny, list(mixing.values()), attention)
-    name = type(model).__name__
-    if not attention.modules:
-        raise ModelError(
-            f"{name} does not compute attention through the interface of transformers, so the tokens of a part would "
-            "see that part only"
-        )
-    if mixes_elsewhere:
-        raise ModelError(f"{name} mixes positions outside attention and outside the blocks of its layers")
-    for at, block in mixing.items():
-        if attention.modules & {*block.modules()}:
-            raise ModelError(f"{at.child} in the layers of {name} mixes positions by attention and in another way too")
-        if seen[at].num_states > 1:
-            raise ModelError(f"{at.child} in the layers of {name} mixes positions and takes several hidden states")
-    if attention.unknown:
-        raise ModelError(f"the attention of {name} gets {sorted(attention.unknown)[0]}, which may be that of a part")
-    if counts_places:
-        raise ModelError(f"{name} counts the tokens that a process has to compute queries or keys, not their positions")
-    kinds = {at[1:] for at in mixing}
-    return [f"{at.layer}.{at.child}" for at in _blocks(model) if at[1:] in kinds]
-
-
 class _Block(NamedTuple):
     """A child of a layer: the name of the layer, its kind, and the own name of the child."""
 
@@ -115,6 +81,55 @@ class _Seen(NamedTuple):
 
     mixes: bool
     num_states: int
+
+
+def _find(model: PreTrainedModel) -> list[str]:
+    tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
+    seen: dict[_Block, _Seen] = {}
+    with copies_must_run(tiny, "does not run without an attention mask, as over cp"), torch.no_grad():
+        tiny.set_attn_implementation(attention_registered(attention))
+        with ExitStack() as hooks:
+            for at, block in _blocks(tiny).items():
+                look = partial(_look, seen, at)
+                hooks.enter_context(block.register_forward_hook(look, with_kwargs=True))
+            tiny(**inputs_of(tiny), use_cache=False)
+        mixing = {at: block for at, block in _blocks(tiny).items() if at in seen and seen[at].mixes}
+        mixes_elsewhere = _mixes_without(tiny, list(mixing.values()))
+        counts_places = _counts_places(tiny, list(mixing.values()), attention)
+    name, states = type(model).__name__, {at: seen[at].num_states for at in mixing}
+    refusals = _refusals(name, attention, mixing, states, mixes_elsewhere=mixes_elsewhere, counts_places=counts_places)
+    if (reason := next(refusals, None)) is not None:
+        raise ModelError(reason)
+    kinds = {at[1:] for at in mixing}
+    return [f"{at.layer}.{at.child}" for at in _blocks(model) if at[1:] in kinds]
+
+
+def _refusals(
+    name: str,
+    attention: _OwnPosition,
+    mixing: Mapping[_Block, nn.Module],
+    states: Mapping[_Block, int],
+    *,
+    mixes_elsewhere: bool,
+    counts_places: bool,
+) -> Iterator[str]:
+    """Yield why a class cannot compute parts of sequences, from what its tiny copy did."""
+    if not attention.modules:
+        yield (
+            f"{name} does not compute attention through the interface of transformers, so the tokens of a part would "
+            "see that part only"
+        )
+    if mixes_elsewhere:
+        yield f"{name} mixes positions outside attention and outside the blocks of its layers"
+    for at, block in mixing.items():
+        if attention.modules & {*block.modules()}:
+            yield f"{at.child} in the layers of {name} mixes positions by attention and in another way too"
+        if states[at] > 1:
+            yield f"{at.child} in the layers of {name} mixes positions and takes several hidden states"
+    if attention.unknown:
+        yield f"the attention of {name} gets {sorted(attention.unknown)[0]}, which may be that of a part"
+    if counts_places:
+        yield f"{name} counts the tokens that a process has to compute queries or keys, not their positions"
 
 
 def _blocks(model: PreTrainedModel) -> dict[_Block, nn.Module]:
