@@ -183,7 +183,7 @@ def test_attention_without_masks_is_refused(name: str) -> None:
         resolve_plan(ParallelPlan(mesh=MeshPlan(dp_shard=1, cp=2)), model, BATCH, 2)
     assert refused.value.lines == (
         f"mesh.cp = 2: attention by {name!r} takes no mask, which says what the tokens of a part or document see; use "
-        "cp = 1",
+        "attention by 'sdpa' or 'eager', or cp = 1",
     )
     one = resolve_plan(ParallelPlan(mesh=MeshPlan(dp_shard=1)), model, replace(BATCH, separates=True), 1)
     assert one.attention.documents == "mask"
@@ -328,6 +328,11 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         "set it to 28 or 32",
         "mesh.cp = 4 divides each sequence into 4 equal parts, which is not possible for data.pad_to_multiple_of = 6; "
         "set it to 4 or 8",
+    )
+    both: dict[str, Any] = {"context": GATHERED, "tensor": {"sequence_parallel": True}}
+    assert problems_of("gpt2", {"cp": 2, "tp": 2}, BatchShape(8, 2, 30), **both) == (
+        "mesh.cp = 2 with context.order = 'head_tail' and mesh.tp = 2 (sequence_parallel) divides each sequence into 4 "
+        "equal parts, which is not possible for data.sequence_length = 30; set it to 28 or 32",
     )
 
 

@@ -24,7 +24,9 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
     cp = plan.mesh.cp
     if cp == 1:
         return
-    if reason := _refusal(model):
+    if reason := why_attention_stays(model):
+        yield Problem(f"mesh.cp = {cp}: {reason}", "use attention by 'sdpa' or 'eager', or cp = 1")
+    elif reason := _refusal(model):
         yield Problem(f"mesh.cp = {cp}: {reason}", "use cp = 1")
     heads = _heads_of_process(plan, model)
     if plan.context.method == "ulysses" and (heads is None or heads.queries % cp):
@@ -44,8 +46,6 @@ def check_context(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
 
 def _refusal(model: PreTrainedModel) -> str | None:
     """Return why a class cannot compute parts of sequences; None if it can."""
-    if (reason := why_attention_stays(model)) is not None:
-        return reason
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         name = type(model).__name__
         return f"{name} takes no position_ids, so it would count the positions of each part from 0"
@@ -116,12 +116,16 @@ def length_unit(plan: ParallelPlan) -> int:
 
 
 def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
-    unit = length_unit(plan)
+    unit, with_others = length_unit(plan), ""
+    if plan.context.order == "head_tail":
+        with_others = " with context.order = 'head_tail'"
+    if plan.tensor.sequence_parallel and plan.mesh.tp > 1:
+        with_others += f"{' and' if with_others else ' with'} mesh.tp = {plan.mesh.tp} (sequence_parallel)"
     lengths = {"sequence_length": batch.sequence_length, "pad_to_multiple_of": batch.width_multiple}
     for key, length in lengths.items():
         if length is not None and length % unit:
             yield Problem(
-                f"mesh.cp = {plan.mesh.cp} divides each sequence into {unit} equal parts, which is not possible for "
-                f"data.{key} = {length}",
+                f"mesh.cp = {plan.mesh.cp}{with_others} divides each sequence into {unit} equal parts, which is not "
+                f"possible for data.{key} = {length}",
                 nearest_multiples(length, unit),
             )
