@@ -176,7 +176,7 @@ def padded_once() -> Iterator[None]:
 
 
 def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
-    """Fill the missing gradients of gathered parameters with zeros.
+    """Fill the missing gradients of gathered parameters with zeros, in the format of the others.
 
     `filled` is updated to the parameters whose only gradient is such zeros.
 

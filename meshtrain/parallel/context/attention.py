@@ -131,20 +131,18 @@ class Masks:
         self._documents: tuple[Tensor, Tensor] | None = None
         self._has_types = False
 
-    def begin(
-        self, positions: Tensor | None, pads: Tensor | None, given: Tensor | None = None, *, has_types: bool = False
-    ) -> None:
+    def begin(self, positions: Tensor | None, pads: Tensor | None, given: Tensor, *, has_types: bool) -> None:
         """Note what the masks of the next forward pass depend on.
 
         Args:
             positions: (batch, seq) of the full sequence; None if they count from its start. Each
                 document begins where they do not go on by one.
             pads: (batch, seq) False for padding; None without any.
-            given: (batch, seq) the columns of `pads` in the order in which the class gets them.
+            given: (batch, seq) the mask that the class gets, with columns in another order.
             has_types: whether the class also gets types of tokens.
         """
         self._pads, self._has_types = pads, has_types
-        self._shift = None if pads is None or given is None else _pads_before(given) - _pads_before(pads)
+        self._shift = None if pads is None else _pads_before(given) - _pads_before(pads)
         self._documents = None
         if positions is not None:
             number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
