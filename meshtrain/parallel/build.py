@@ -126,13 +126,9 @@ def build_pipeline(
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, whole, adapters)
         if whole.base is not None and stage.is_last:
+            context = whole.context if stock_loss else None
             head = ChunkedHead(
-                stage.model,
-                whole.base,
-                plan.loss.size,
-                stage.channel,
-                stock_loss=stock_loss,
-                context=whole.context if stock_loss else None,
+                stage.model, whole.base, plan.loss.size, stage.channel, stock_loss=stock_loss, context=context
             )
         with allocation:
             materialize(

@@ -135,6 +135,19 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     freeze(model, config.optimizer)
     number = world_size or _natural_world_size(config.plan)
     plan = resolve_plan(plan, model, batch, number, router=config.router)
+    _check_settings(config, model, adapters, plan, batch)
+    teacher = resolve_teacher(config, model, plan, batch)
+    return ResolvedRun(config, hf_config, model, plan, batch, half, adapters, teacher)
+
+
+def _check_settings(
+    config: RunConfig, model: PreTrainedModel, adapters: Mapping[str, nn.Module], plan: ParallelPlan, batch: BatchShape
+) -> None:
+    """Check the settings of a run that depend on its resolved plan.
+
+    Raises:
+        UserError: for the first that does not fit.
+    """
     check_adapters_of(model, adapters, plan)
     check_packing(model, config.lora, plan)
     check_moment_blocks(model, adapters, config.optimizer, plan)
@@ -146,8 +159,6 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
         check_fillers(model, config.router)
     if config.logging.expert_tokens:
         check_expert_tokens(plan, model, config.router)
-    teacher = resolve_teacher(config, model, plan, batch)
-    return ResolvedRun(config, hf_config, model, plan, batch, half, adapters, teacher)
 
 
 def _adapters(config: RunConfig, model: PreTrainedModel, half: LanguageHalf | None) -> Mapping[str, nn.Module]:
