@@ -277,38 +277,32 @@ def train_own(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "twin"),
+    ("mesh", "twin", "is_split"),
     [
-        ({"tp": 2}, ""),
-        ({"pp": 2}, ""),
-        ({"pp": 2, "tp": 2}, ""),
-        ({"tp": 2}, "by name"),
-        ({"tp": 2}, "core"),
-        ({"tp": 2}, "temperature"),
-        ({"tp": 2}, "temperature alone"),
-        ({"tp": 2}, "temperature of the core"),
-        ({"tp": 2}, "input in the result"),
+        ({"tp": 2}, "", False),
+        ({"pp": 2}, "", False),
+        ({"pp": 2, "tp": 2}, "", False),
+        ({"tp": 2}, "by name", False),
+        ({"tp": 2}, "core", False),
+        ({"tp": 2}, "temperature", False),
+        ({"tp": 2}, "temperature alone", False),
+        ({"tp": 2}, "temperature of the core", False),
+        ({"tp": 2}, "input in the result", False),
+        ({"tp": 2}, "temperature", True),
+        ({"tp": 2}, "temperature alone", True),
+        ({"tp": 2}, "input in the result", True),
     ],
     ids=str,
 )
-def test_own_class_trains_like_the_stock_model(mesh: dict[str, int], twin: str) -> None:
+def test_own_class_trains_like_the_stock_model(mesh: dict[str, int], twin: str, is_split: bool) -> None:
     losses, parameters = train_own({}, twin)
     held: set[str] = set()
-    for found, own in run_on_ranks(2 * len(mesh), train_own, mesh, twin):
+    for found, own in run_on_ranks(2 * len(mesh), train_own, mesh, twin, {"sequence_parallel": is_split}):
         assert found == pytest.approx(losses, rel=1e-12)
         for name, value in own.items():
             torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)
         held |= own.keys()
     assert held == parameters.keys()
-
-
-@pytest.mark.parametrize("twin", ["temperature", "temperature alone", "input in the result"])
-def test_own_class_trains_with_parts_of_the_sequence(twin: str) -> None:
-    losses, parameters = train_own({}, twin)
-    for found, own in run_on_ranks(2, train_own, {"tp": 2}, twin, {"sequence_parallel": True}):
-        assert found == pytest.approx(losses, rel=1e-12)
-        for name, value in own.items():
-            torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12)
 
 
 def test_values_that_all_heads_share_do_not_hide_the_heads() -> None:
