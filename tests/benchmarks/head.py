@@ -25,6 +25,7 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.loss import build_loss
+from tests.allocator import return_freed_memory
 from tests.benchmarks.loading_weights import AnonymousPeak, status_bytes
 from tests.ranks import run_on_ranks
 
@@ -69,6 +70,7 @@ def build_pass(shape: dict[str, Any], tokens: int, chunk: Chunk) -> tuple[Callab
 def measure_memory(shape: dict[str, Any], tokens: int, chunk: Chunk) -> tuple[int, int]:
     """Return the tokens of a chunk, and the bytes of a pass at its peak."""
     torch.set_num_threads(2)
+    return_freed_memory()
     run, size = build_pass(shape, tokens, chunk)
     run(WARM_UP)
     before, sampler = status_bytes("RssAnon"), AnonymousPeak()

@@ -25,6 +25,7 @@ from meshtrain.planning.needs import simulated_run
 from meshtrain.planning.simulation.run import SimulatedRun
 from meshtrain.training.resolve import resolve_run
 from meshtrain.training.step import train_step
+from tests.allocator import return_freed_memory
 from tests.benchmarks.loading_weights import GIB, AnonymousPeak, status_bytes
 from tests.ranks import run_on_ranks
 
@@ -76,6 +77,7 @@ def longest(fits: Callable[[int], bool]) -> int:
 def measure(run: SimulatedRun) -> int:
     """Return the memory of this process in a step."""
     torch.set_num_threads(1)
+    return_freed_memory()
     before, sampler = status_bytes("RssAnon"), AnonymousPeak()
     sampler.start()
     context, batch = build_real(run, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """Export checkpoints to folders that stock transformers loads, bit for bit."""
 
-import ctypes
 import json
 import os
 import resource
@@ -34,6 +33,7 @@ from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifes
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
+from tests.allocator import return_freed_memory
 from tests.checkpoint.stages import manifest_of
 from tests.models.gpt2 import FUSED, GPT2, TIED
 from tests.ranks import run_on_ranks
@@ -46,7 +46,6 @@ LLAMA = LlamaConfig(
     num_attention_heads=2,
     tie_word_embeddings=True,
 )
-M_MMAP_THRESHOLD = -3
 
 
 def tensors_of(model: PreTrainedModel, fused: tuple[FusedParameter, ...] = ()) -> dict[str, Tensor]:
@@ -274,8 +273,7 @@ def test_full_disk_leaves_no_output(tmp_path: Path) -> None:
 
 
 def peak_growth(checkpoint: Path, folder: Path, max_shard_bytes: int) -> int:
-    # glibc keeps freed memory up to a growing threshold; with a low one it returns freed memory.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     export_checkpoint(checkpoint, folder, max_shard_size=max_shard_bytes)

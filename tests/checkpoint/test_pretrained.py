@@ -1,6 +1,5 @@
 """A mesh writes the Hugging Face folder of stock `save_pretrained`, byte for byte."""
 
-import ctypes
 import json
 import resource
 import signal
@@ -20,6 +19,7 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_like
 from meshtrain.verify.parallel import fill as fill_parameters
+from tests.allocator import return_freed_memory
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline
 from tests.parity import Case
 from tests.ranks import run_on_ranks
@@ -48,7 +48,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_bigcode", {"multi_query": False, "num_key_value_heads": 4}),
     ("gpt_bigcode", {"multi_query": True}),
 ]
-M_MMAP_THRESHOLD = -3
 MATRIX = 1024 * 1024 * 4
 
 
@@ -224,8 +223,7 @@ def peak_growth(num_layers: int, folder: Path) -> int:
     pipeline = tiny_pipeline(config, MeshPlan(dp_shard=1, tp=2))
     for _, parameter in pipeline.named_parameters():
         torch.nn.init.ones_(parameter)
-    # glibc keeps freed memory up to a growing threshold; with a low one it returns freed memory.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    return_freed_memory()
     # A first save allocates the memory of the code itself.
     write_pretrained(pipeline, folder / "first")
     Path("/proc/self/clear_refs").write_text("5")
