@@ -12,7 +12,7 @@ from meshtrain.compat.transformers import has_loss_of_program, loss_replaced
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import stock_class
-from meshtrain.parallel.check.context import length_unit
+from meshtrain.parallel.check.context import length_unit, what_divides
 from meshtrain.parallel.context.loss import LossOfParts
 from meshtrain.parallel.context.parts import OF_TOKENS, ContextParallel
 
@@ -128,7 +128,8 @@ def check_parts(plan: ParallelPlan, inputs: Mapping[str, Any]) -> None:
     unit = length_unit(plan)
     if tokens.shape[1] % unit:
         raise DataError(
-            f"cp divides each sequence into {unit} equal parts, which is not possible for {tokens.shape[1]} tokens",
+            f"{what_divides(plan)} divides each sequence into {unit} equal parts, which is not possible for "
+            f"{tokens.shape[1]} tokens",
             f"pad the batch (pad_to_multiple_of = {unit} of a tokenizer)",
         )
 

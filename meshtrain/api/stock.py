@@ -12,6 +12,7 @@ from meshtrain.compat.nn import is_compiled
 from meshtrain.compat.transformers import attention_implementation, is_registered_here
 from meshtrain.config.arguments import described
 from meshtrain.errors import ModelError, name_some
+from meshtrain.parallel.stage_attention import SHARES_CONFIGURATION
 
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
@@ -40,11 +41,7 @@ def check_stock(model: nn.Module) -> PreTrainedModel:
         )
     attention = attention_implementation(model.config.get_text_config())
     if attention is not None and is_registered_here(attention):
-        raise ModelError(
-            f"the configuration of this {type(model).__name__} is that of a model that is parallel already, and says "
-            "how that one computes attention",
-            "build it from a copy of the configuration, made before the call of meshtrain.parallelize",
-        )
+        raise ModelError(*SHARES_CONFIGURATION)
     return model
 
 

@@ -4,6 +4,7 @@ transformers calls both through its interfaces, by the name that a configuration
 that computes attention is still the one of the model.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.transformers import (
     attention_function,
@@ -22,10 +23,19 @@ from meshtrain.compat.transformers import (
     mask_function_of,
     takes_masks,
 )
+from meshtrain.errors import ModelError
 from meshtrain.parallel.context.parts import ContextParallel
 from meshtrain.parallel.documents.attention import attend_by_segments
 from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.documents.segments import Document, Piece, Segment, find_documents, find_segments
+
+OWNER = "stage_attention"
+"""Attribute of the modules of a stage: what computes their attention."""
+
+SHARES_CONFIGURATION = (
+    "this model was built from the configuration of a parallel model, and would compute attention as that one does",
+    "build it from a copy of the configuration, made before the call of meshtrain.parallelize",
+)
 
 
 def why_attention_stays(model: PreTrainedModel) -> str | None:
@@ -69,10 +79,14 @@ class StageAttention:
         """Make a stage compute attention like this.
 
         Args:
-            model: of the stage.
+            model: of the stage. It gets a configuration of its own, because the name of the
+                attention stands there, and other models may have been built from the same one.
             base: name of the module in it that gets the tokens.
         """
+        _separate_configuration(model)
         model.set_attn_implementation(self._name)
+        for it in model.modules():
+            vars(it)[OWNER] = self
         module = model.get_submodule(base)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
         module.register_forward_hook(self._end, always_call=True)
@@ -102,7 +116,13 @@ class StageAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """Compute attention; transformers calls it by name."""
+        """Compute attention; transformers calls it by name.
+
+        Raises:
+            ModelError: for a module of another model, built from the configuration of this one.
+        """
+        if getattr(module, OWNER, None) is not self:
+            raise ModelError(*SHARES_CONFIGURATION)
         if isinstance(attention_mask, SegmentedMask):
             return self._attend_by_segments(module, query, key, value, attention_mask, **kwargs)
         inner = attention_function(self._base, module)
@@ -160,3 +180,13 @@ class StageAttention:
         if self._parts is not None:
             return self._parts.pieces(length)
         return [(0, length)] if self._pieces is None else self._pieces
+
+
+def _separate_configuration(model: PreTrainedModel) -> None:
+    """Give a model and its modules a copy of the configuration that they share with others."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PretrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])

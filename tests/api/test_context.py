@@ -210,7 +210,7 @@ def compare_masks(tables: dict[str, Any]) -> None:
     left[0, :3] = right[1, 5:] = 0
     positions = {"position_ids": torch.arange(2, 14).expand(2, -1)}
     both = {"is_causal": False}
-    # An embedding, which needs no mask.
+    # GPT-2 embeds types, and its mask does not depend on them.
     typed = both | {"token_type_ids": left}
     chunked = partial(of_type, "llama4_text", attn_temperature_tuning=False)
     for build, inputs in (
@@ -290,7 +290,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"input_ids": torch.ones(ROWS, 7, dtype=torch.long), "labels": None},
-        "cp divides each sequence into 2 equal parts, which is not possible for 7 tokens; pad the batch "
+        "mesh.cp = 2 divides each sequence into 2 equal parts, which is not possible for 7 tokens; pad the batch "
         "(pad_to_multiple_of = 2 of a tokenizer)",
     ),
 ]
@@ -343,20 +343,50 @@ def ask_for_the_impossible() -> None:
     )
 
 
-def share_a_configuration() -> None:
-    model = parallel(stock_model("gpt2-tied"), {"cp": 2})
+SHARED = (
+    "this model was built from the configuration of a parallel model, and would compute attention as that one does; "
+    "build it from a copy of the configuration, made before the call of meshtrain.parallelize"
+)
+
+
+def take_the_configuration() -> None:
+    model, batch = parallel(stock_model("gpt2-tied"), {"cp": 2}), batches()[0]
+    model(**batch)
     for mesh in ({"cp": 2}, {"tp": 2}):
         with pytest.raises(ModelError) as caught:
             parallel(GPT2LMHeadModel(model.config), mesh)
-        assert str(caught.value) == (
-            "the configuration of this GPT2LMHeadModel is that of a model that is parallel already, and says how that "
-            "one computes attention; build it from a copy of the configuration, made before the call of "
-            "meshtrain.parallelize"
-        )
+        assert str(caught.value) == SHARED
+    with pytest.raises(ModelError) as caught:
+        GPT2LMHeadModel(model.config)(**batch)
+    assert str(caught.value) == SHARED
 
 
 def test_a_configuration_that_a_parallel_model_has_is_refused() -> None:
-    run_on_ranks(2, share_a_configuration)
+    run_on_ranks(2, take_the_configuration)
+
+
+def share_a_configuration(mesh: dict[str, int]) -> None:
+    stock, policy, reference = (stock_model("gpt2-tied").eval() for _ in range(3))
+    for model in (policy, reference):
+        for module in model.modules():
+            vars(module).update({"config": stock.config} if "config" in vars(module) else {})
+    name, batch = stock.config._attn_implementation, batches()[0]
+    if mesh:
+        reference = parallel(reference, mesh)
+    policy = parallel(policy, {"cp": 2})
+    assert stock.config._attn_implementation == name
+    wanted = stock(**batch).logits
+    torch.testing.assert_close(policy(**batch).logits, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(reference(**batch).logits, wanted, rtol=0, atol=1e-12)
+    # A configuration serves the next model too.
+    again = GPT2LMHeadModel(stock.config).double()
+    again.load_state_dict(stock.state_dict())
+    torch.testing.assert_close(parallel(again, {"cp": 2}).eval()(**batch).logits, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"cp": 2}], ids=["stock", "tp", "cp"])
+def test_models_of_one_configuration_compute_attention_in_their_own_ways(mesh: dict[str, int]) -> None:
+    run_on_ranks(2, share_a_configuration, mesh)
 
 
 def test_calls_that_need_full_sequences_are_refused() -> None:

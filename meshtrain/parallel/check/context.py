@@ -115,17 +115,23 @@ def length_unit(plan: ParallelPlan) -> int:
     return lcm(unit, plan.mesh.cp * plan.mesh.tp) if plan.tensor.sequence_parallel else unit
 
 
-def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
-    unit, with_others = length_unit(plan), ""
+def what_divides(plan: ParallelPlan) -> str:
+    """Return the settings that divide each sequence, in words."""
+    others = []
     if plan.context.order == "head_tail":
-        with_others = " with context.order = 'head_tail'"
+        others.append("context.order = 'head_tail'")
     if plan.tensor.sequence_parallel and plan.mesh.tp > 1:
-        with_others += f"{' and' if with_others else ' with'} mesh.tp = {plan.mesh.tp} (sequence_parallel)"
+        others.append(f"mesh.tp = {plan.mesh.tp} (sequence_parallel)")
+    return f"mesh.cp = {plan.mesh.cp}" + (f" with {' and '.join(others)}" if others else "")
+
+
+def _check_lengths(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    unit = length_unit(plan)
     lengths = {"sequence_length": batch.sequence_length, "pad_to_multiple_of": batch.width_multiple}
     for key, length in lengths.items():
         if length is not None and length % unit:
             yield Problem(
-                f"mesh.cp = {plan.mesh.cp}{with_others} divides each sequence into {unit} equal parts, which is not "
-                f"possible for data.{key} = {length}",
+                f"{what_divides(plan)} divides each sequence into {unit} equal parts, which is not possible for "
+                f"data.{key} = {length}",
                 nearest_multiples(length, unit),
             )

@@ -86,7 +86,7 @@ class _Seen(NamedTuple):
 def _find(model: PreTrainedModel) -> list[str]:
     tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
     seen: dict[_Block, _Seen] = {}
-    with copies_must_run(tiny, "does not run without an attention mask, as over cp"), torch.no_grad():
+    with copies_must_run(tiny, "does not run with the attention of a trial, which gets no mask"), torch.no_grad():
         tiny.set_attn_implementation(attention_registered(attention))
         with ExitStack() as hooks:
             for at, block in _blocks(tiny).items():
