@@ -13,3 +13,10 @@ def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
             this class knows.
     """
     return shrink(default_config(model_type), num_layers)
+
+
+def shared_block_config() -> PretrainedConfig:
+    """Return a tiny Zamba 2 in which two of four layers share a block."""
+    config, kinds = tiny_config("zamba2"), ["linear_attention", "hybrid"] * 2
+    config.update({"layers_block_type": kinds, "layer_types": kinds, "hybrid_layer_ids": [1, 3]})
+    return config

@@ -47,7 +47,7 @@ def tiny_config(
 
 
 def copy_with_all_kinds(
-    kinds: Mapping[LayerKind, str],
+    kinds: Mapping[tuple[LayerKind, bool], str],
     numbers: Iterable[int],
     make: Callable[[int], PretrainedConfig],
     build: Callable[[PretrainedConfig], PreTrainedModel],
@@ -55,7 +55,7 @@ def copy_with_all_kinds(
     """Return the smallest copy that has every kind of layer, and its number of layers.
 
     Args:
-        kinds: of the layers of the model itself, with the name of a layer of each.
+        kinds: those of the model itself, of `layer_kinds`.
         numbers: of layers, ascending.
         make: number of layers -> configuration of a copy.
         build: configuration -> model.
@@ -84,16 +84,22 @@ def copy_with_all_kinds(
     )
 
 
-def layer_kinds(model: PreTrainedModel) -> dict[LayerKind, str]:
-    """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
+def layer_kinds(model: PreTrainedModel) -> dict[tuple[LayerKind, bool], str]:
+    """Return every kind of decoder layer, with the FQN of the first layer of the kind.
+
+    Layers that share parameters with a layer before them (True) are a kind of their own.
+    """
     try:
-        name, _ = find_layers(model)
+        name, layers = find_layers(model)
     except ModelError:
         # The check of the plan decides whether it needs the layers.
         return {}
-    kinds: dict[LayerKind, str] = {}
-    for index, kind in enumerate(kinds_of_layers(model)):
-        kinds.setdefault(kind, f"{name}.{index}")
+    kinds: dict[tuple[LayerKind, bool], str] = {}
+    before: set[nn.Parameter] = set()
+    for index, (kind, layer) in enumerate(zip(kinds_of_layers(model), layers, strict=False)):
+        parameters = set(layer.parameters())
+        kinds.setdefault((kind, not before.isdisjoint(parameters)), f"{name}.{index}")
+        before |= parameters
     return kinds
 
 

@@ -16,7 +16,7 @@ from meshtrain.verify.reference import build_adamw, build_stock, copy_weights, c
 from tests.api.programs import full_parameters, parallel
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
-from tests.tiny import tiny_config
+from tests.tiny import shared_block_config, tiny_config
 
 ROWS, LAYERS = 8, 4
 MESHES = ({"tp": 2}, {"pp": 2})
@@ -105,9 +105,7 @@ def test_stock_loop_computes_the_same_around_many_classes() -> None:
 
 @pytest.mark.parametrize("shard", [{}, {"prefetch": 1}], ids=str)
 def test_layers_that_share_a_block_are_sharded_together(shard: dict[str, int]) -> None:
-    config, kinds = tiny_config("zamba2", LAYERS), ["linear_attention", "hybrid"] * 2
-    # Copies with few layers have one that is a hybrid.
-    config.update({"layers_block_type": kinds, "layer_types": kinds, "hybrid_layer_ids": [1, 3]})
+    config = shared_block_config()
     (stock,) = run_on_ranks(1, train_stock, [config])[0]
     (held,) = [name for name in stock.parameters if name.endswith("shared_transformer.self_attn.o_proj.weight")]
     assert held.startswith("model.layers.1.")

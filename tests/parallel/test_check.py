@@ -31,7 +31,7 @@ from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.cut import probe
 from meshtrain.parallel.cut.trace import trace_parts
 from tests.parity import DYNAMIC, GPT2, LLAMA
-from tests.tiny import tiny_config
+from tests.tiny import shared_block_config, tiny_config
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
@@ -414,6 +414,18 @@ def test_tied_weights_with_different_placements_are_refused() -> None:
     both = changed_styles(**{"model.embed_tokens": "replicate", "lm_head": "replicate"})
     assert resolve_plan(both, tied, BATCH, 2)
     assert resolve_plan(changed_styles(lm_head="replicate"), meta_model("llama"), BATCH, 2)
+
+
+def test_layers_that_share_a_block_have_the_same_styles() -> None:
+    model = build_meta_model(shared_block_config(), dtype=torch.float32)
+    styles = dict(resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2).tensor.styles)
+    norm = "shared_transformer.input_layernorm"
+    others = {f"model.layers.1.{norm}": "replicate", f"model.layers.3.{norm}": "sequence_parallel"}
+    assert styles.pop(f"model.layers.*.{norm}") == "replicate"
+    assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": styles | others}), model) == (
+        f"tensor.styles: model.layers.3.{norm} is 'sequence_parallel' and model.layers.1.{norm} is 'replicate', but "
+        "they are one module; give both the same style",
+    )
 
 
 @pytest.mark.parametrize("style", ["replicate", "sequence_parallel"])

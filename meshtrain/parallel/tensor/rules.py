@@ -222,9 +222,18 @@ def blocks_of(name: str, styles: Mapping[str, Style], kind: StyleKind) -> Iterat
 
 
 def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
+    layers = find_layers(model)[0]
     for ends in model.all_tied_weights_keys.items():
         head, embedding = (name.rpartition(".")[0] for name in ends)
-        if (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
+        if all(name.startswith(f"{layers}.") for name in ends):
+            # Layers share it.
+            if styles[head] != styles[embedding]:
+                yield Problem(
+                    f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are "
+                    "one module",
+                    "give both the same style",
+                )
+        elif (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
             yield Problem(
                 f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are "
                 "one weight",
