@@ -6,9 +6,10 @@ M_MMAP_THRESHOLD = -3
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system at once, in this process.
+    """Return memory that is freed from now on to the system at once, in this process.
 
-    glibc keeps freed memory up to a growing threshold. So the memory of a process would be what its
-    allocator holds, which may be much more than what it needs.
+    The processes of meshtrain keep freed memory on a CPU, and glibc alone does so up to a growing
+    threshold. So a process may hold much more memory than it needs. Pieces of less than 64 KiB
+    stay.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)

@@ -155,7 +155,7 @@ def _check_settings(
         _check_formats(plan)
     if config.logging.noise_scale_every is not None:
         check_noise_scale(plan, batch)
-    if config.data.form == "packed" and not config.data.drop_last:
+    if not config.data.drop_last:
         check_fillers(model, config.router)
     if config.logging.expert_tokens:
         check_expert_tokens(plan, model, config.router)

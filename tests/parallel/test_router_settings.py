@@ -284,21 +284,29 @@ def test_run_is_refused_if_it_asks_for_tokens_that_are_not_counted(tmp_path: Pat
         resolve_run(run.model_copy(update={"logging": LoggingConfig(expert_tokens=True)}))
 
 
-@pytest.mark.parametrize("config", [{"output_router_logits": True}, {}], ids=["loss", "biases"])
-def test_rows_of_padding_do_not_train_routers(tmp_path: Path, config: dict[str, Any]) -> None:
-    run = run_of(tmp_path, "filled", {}, 1)
-    model = run.model.model_copy(update={"config": {**run.model.config, **config}})
-    if not config:
-        run, model = balanced(tmp_path, "filled", {}, 1), balanced(tmp_path, "filled", {}, 1).model
-    filled = run.model_copy(update={"model": model, "data": run.data.model_copy(update={"drop_last": False})})
+def filled(run: RunConfig, **others: Any) -> RunConfig:
+    """Return a run whose last batch of an epoch has rows of padding."""
+    return run.model_copy(update={"data": run.data.model_copy(update={"drop_last": False}), **others})
+
+
+@pytest.mark.parametrize("what", ["loss", "z-loss", "biases"])
+def test_routers_that_rows_of_padding_would_train_are_refused(tmp_path: Path, what: str) -> None:
+    run = balanced(tmp_path, "filled", {}, 1) if what == "biases" else run_of(tmp_path, "filled", {}, 1)
+    others = {
+        "loss": {"model": run.model.model_copy(update={"config": {**run.model.config, "output_router_logits": True}})},
+        "z-loss": {"router": RouterConfig(z_loss=0.001)},
+        "biases": {"router": RouterConfig(bias_update_rate=0.01)},
+    }
     with pytest.raises(ConfigError) as caught:
-        resolve_run(filled)
+        resolve_run(filled(run, **others[what]))
     assert caught.value.lines == (
-        "data.drop_last = false fills the last packed batch of an epoch with rows of padding, and the losses and "
-        "biases of routers would count their tokens; leave it out, or set data.form = 'padded'",
+        "data.drop_last = false fills the last batch of an epoch with rows of padding, and the losses and biases of "
+        "routers would count their tokens; leave it out",
     )
-    plain = run_of(tmp_path, "plain", {}, 1)
-    resolve_run(plain.model_copy(update={"data": plain.data.model_copy(update={"drop_last": False})}))
+
+
+def test_rows_of_padding_fill_batches_where_no_router_is_trained(tmp_path: Path) -> None:
+    resolve_run(filled(run_of(tmp_path, "plain", {}, 1)))
 
 
 def test_tokens_of_each_expert_are_counted_in_compiled_layers_for_biases() -> None:

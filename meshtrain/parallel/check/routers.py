@@ -88,7 +88,9 @@ def check_expert_tokens(plan: ParallelPlan, model: PreTrainedModel, router: Rout
 
 
 def check_fillers(model: PreTrainedModel, router: RouterConfig) -> None:
-    """Check that routers do not learn from rows of padding, for which packed batches have no mask.
+    """Check that routers do not learn from the rows of padding that fill the last batch.
+
+    A row has at least one token that no mask leaves out.
 
     Args:
         model: the stock model.
@@ -99,9 +101,9 @@ def check_fillers(model: PreTrainedModel, router: RouterConfig) -> None:
     """
     if router.bias_update_rate or find_formulas(model, router) is not None:
         raise ConfigError(
-            "data.drop_last = false fills the last packed batch of an epoch with rows of padding, and the losses and "
-            "biases of routers would count their tokens",
-            "leave it out, or set data.form = 'padded'",
+            "data.drop_last = false fills the last batch of an epoch with rows of padding, and the losses and biases "
+            "of routers would count their tokens",
+            "leave it out",
         )
 
 
