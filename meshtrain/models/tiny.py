@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -113,6 +113,7 @@ def shrink(
     keys: int | None = None,
     short: int = SHORT,
     block: int = 1,
+    in_turn: bool = False,
 ) -> PretrainedConfig:
     """Return a tiny configuration of the same class.
 
@@ -128,6 +129,7 @@ def shrink(
         keys: number of key-value heads of the copy; None: one, some or all, as before.
         short: all sequences of up to this many tokens have the same rotary frequencies.
         block: as for `sizes_of`.
+        in_turn: whether the kinds of layers take turns, so that a few layers have several of each.
 
     Raises:
         ModelError: if transformers refuses it.
@@ -138,7 +140,7 @@ def shrink(
         raise ModelError(f"a {config.model_type} configuration has no number of layers{parts}")
     try:
         sizes = sizes_of(heads, block)
-        values = _small_values(text, num_layers, sizes, tp=tp, heads=heads, keys=keys)
+        values = _small_values(text, num_layers, sizes, tp=tp, heads=heads, keys=keys, in_turn=in_turn)
         small = type(text)(**values | _small_rope(text, short, sizes["head_dim"]))
         if is_half(text):
             # A tiny copy has no folder, but the class that is made for a language half.
@@ -152,11 +154,18 @@ def shrink(
 
 
 def _small_values(
-    config: PretrainedConfig, num_layers: int, sizes: Mapping[str, int], *, tp: int, heads: int, keys: int | None
+    config: PretrainedConfig,
+    num_layers: int,
+    sizes: Mapping[str, int],
+    *,
+    tp: int,
+    heads: int,
+    keys: int | None,
+    in_turn: bool,
 ) -> dict[str, Any]:
     values = _values(config)
     shared = min(values.get("num_kv_shared_layers") or 0, num_layers // 2)
-    kept = _kept_layers(config, num_layers, shared)
+    kept = _kept_layers(config, num_layers, shared, in_turn=in_turn)
     tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
     tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads, keys).items()}
     if heads > HEADS:
@@ -244,16 +253,18 @@ def _own_name(config: PretrainedConfig, name: str) -> str:
     return config.attribute_map.get(name, name)
 
 
-def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int) -> list[int]:
+def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int, *, in_turn: bool) -> list[int]:
     """Return the indices of the layers to keep.
 
-    Taken in this order until there are enough: the first of every kind, the last that share, the
-    first.
+    Taken in this order until there are enough: the first of every kind, the last that share, and
+    then the second of every kind and so on (`in_turn`), or the first of all.
     """
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * count
-    first_of_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    order = dict.fromkeys([*first_of_kind, *range(count - shared, count), *range(count)])
+    of_kind = [[index for index, it in enumerate(kinds) if it == kind] for kind in dict.fromkeys(kinds)]
+    turns = [index for turn in zip_longest(*of_kind) for index in turn if index is not None]
+    first, rest = turns[: len(of_kind)], turns if in_turn else range(count)
+    order = dict.fromkeys([*first, *range(count - shared, count), *rest])
     return sorted([*order][:num_layers])
 
 

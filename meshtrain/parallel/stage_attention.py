@@ -75,6 +75,10 @@ class StageAttention:
         self._rows: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StageAttention":
+        """Return itself: a copy of a module belongs to the stages of this process too."""
+        return self
+
     def watch(self, model: PreTrainedModel, base: str = "") -> None:
         """Make a stage compute attention like this.
 
@@ -121,7 +125,8 @@ class StageAttention:
         Raises:
             ModelError: for a module of another model, built from the configuration of this one.
         """
-        if getattr(module, OWNER, None) is not self:
+        is_stock = self._parts is None and not isinstance(attention_mask, SegmentedMask)
+        if not is_stock and getattr(module, OWNER, None) is not self:
             raise ModelError(*SHARES_CONFIGURATION)
         if isinstance(attention_mask, SegmentedMask):
             return self._attend_by_segments(module, query, key, value, attention_mask, **kwargs)

@@ -26,6 +26,7 @@ def tiny_config(
     keys: int | None = None,
     short: int = SHORT,
     block: int = 1,
+    in_turn: bool = False,
 ) -> PretrainedConfig:
     """Return a tiny configuration, as `shrink` does, for a copy that computes in float64.
 
@@ -37,7 +38,7 @@ def tiny_config(
     Raises:
         ModelError: if transformers refuses it.
     """
-    tiny = shrink(config, num_layers, tp=tp, heads=heads, keys=keys, short=short, block=block)
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, keys=keys, short=short, block=block, in_turn=in_turn)
     if code := getattr(config, "auto_map", None):
         tiny.auto_map = code
         tiny.name_or_path = config.name_or_path
@@ -49,24 +50,27 @@ def tiny_config(
 def copy_with_all_kinds(
     kinds: Mapping[tuple[LayerKind, bool], str],
     numbers: Iterable[int],
-    make: Callable[[int], PretrainedConfig],
+    make: Callable[..., PretrainedConfig],
     build: Callable[[PretrainedConfig], PreTrainedModel],
 ) -> tuple[int, PretrainedConfig, PreTrainedModel]:
     """Return the smallest copy that has every kind of layer, and its number of layers.
 
     Args:
-        kinds: those of the model itself, of `layer_kinds`.
+        kinds: what `layer_kinds` returns for the model itself.
         numbers: of layers, ascending.
-        make: number of layers -> configuration of a copy.
+        make: number of layers, and whether their kinds take turns (by keyword) -> configuration
+            of a copy.
         build: configuration -> model.
 
     Raises:
         ModelError: if no copy is small enough, or the smallest of all cannot be built.
     """
     count, lacking, refusal = 0, kinds, None
+    # Between layers that share a block there may be many others.
+    in_turn = any(shares for _, shares in kinds)
     for number in numbers:
         try:
-            tiny = make(number)
+            tiny = make(number, in_turn=in_turn)
             model = build(tiny)
         except ModelError as error:
             # A class may refuse this number of layers, and accept the next.

@@ -424,7 +424,14 @@ def test_layers_that_share_a_block_have_the_same_styles() -> None:
     assert styles.pop(f"model.layers.*.{norm}") == "replicate"
     assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": styles | others}), model) == (
         f"tensor.styles: model.layers.3.{norm} is 'sequence_parallel' and model.layers.1.{norm} is 'replicate', but "
-        "they are one module; give both the same style",
+        "they share their parameters; give both the same style",
+    )
+    whole = "model.layers.*.shared_transformer.feed_forward.gate_up_proj"
+    assert styles.pop(whole) == "replicate"
+    parts = dict.fromkeys([f"{whole}.gate", f"{whole}.up", f"model.layers.*.{norm}"], "replicate")
+    plan = make_plan(mesh={"tp": 2}, tensor={"styles": styles | parts, "fused": {whole: ["gate", "up"]}})
+    assert problems(plan, model) == (
+        f"tensor.fused: layers share {whole}, so its parts cannot be parameters of their own; leave it out",
     )
 
 

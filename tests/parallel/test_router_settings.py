@@ -284,13 +284,15 @@ def test_run_is_refused_if_it_asks_for_tokens_that_are_not_counted(tmp_path: Pat
         resolve_run(run.model_copy(update={"logging": LoggingConfig(expert_tokens=True)}))
 
 
-def filled(run: RunConfig, **others: Any) -> RunConfig:
+def filled(run: RunConfig, form: str, **others: Any) -> RunConfig:
     """Return a run whose last batch of an epoch has rows of padding."""
-    return run.model_copy(update={"data": run.data.model_copy(update={"drop_last": False}), **others})
+    data = run.data.model_copy(update={"drop_last": False, "form": form})
+    return run.model_copy(update={"data": data, **others})
 
 
+@pytest.mark.parametrize("form", ["packed", "padded"])
 @pytest.mark.parametrize("what", ["loss", "z-loss", "biases"])
-def test_routers_that_rows_of_padding_would_train_are_refused(tmp_path: Path, what: str) -> None:
+def test_routers_that_rows_of_padding_would_train_are_refused(tmp_path: Path, what: str, form: str) -> None:
     run = balanced(tmp_path, "filled", {}, 1) if what == "biases" else run_of(tmp_path, "filled", {}, 1)
     others = {
         "loss": {"model": run.model.model_copy(update={"config": {**run.model.config, "output_router_logits": True}})},
@@ -298,15 +300,16 @@ def test_routers_that_rows_of_padding_would_train_are_refused(tmp_path: Path, wh
         "biases": {"router": RouterConfig(bias_update_rate=0.01)},
     }
     with pytest.raises(ConfigError) as caught:
-        resolve_run(filled(run, **others[what]))
+        resolve_run(filled(run, form, **others[what]))
     assert caught.value.lines == (
         "data.drop_last = false fills the last batch of an epoch with rows of padding, and the losses and biases of "
         "routers would count their tokens; leave it out",
     )
 
 
-def test_rows_of_padding_fill_batches_where_no_router_is_trained(tmp_path: Path) -> None:
-    resolve_run(filled(run_of(tmp_path, "plain", {}, 1)))
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_rows_of_padding_fill_batches_where_no_router_is_trained(tmp_path: Path, form: str) -> None:
+    resolve_run(filled(run_of(tmp_path, "plain", {}, 1), form))
 
 
 def test_tokens_of_each_expert_are_counted_in_compiled_layers_for_biases() -> None:

@@ -60,7 +60,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
         chain(
             _misplaced_styles(model, styles),
             _misplaced_parameter_styles(of_parameters, styles),
-            _inconsistent_ties(model, styles),
+            _inconsistent_ties(model, matched.styles),
             _wrong_sums(model, styles, plan),
         )
     )
@@ -224,20 +224,32 @@ def blocks_of(name: str, styles: Mapping[str, Style], kind: StyleKind) -> Iterat
 def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     layers = find_layers(model)[0]
     for ends in model.all_tied_weights_keys.items():
-        head, embedding = (name.rpartition(".")[0] for name in ends)
         if all(name.startswith(f"{layers}.") for name in ends):
-            # Layers share it.
-            if styles[head] != styles[embedding]:
-                yield Problem(
-                    f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are "
-                    "one module",
-                    "give both the same style",
-                )
-        elif (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
+            yield from _different_in_layers(ends, styles)
+            continue
+        head, embedding = (name.rpartition(".")[0] for name in ends)
+        if (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
             yield Problem(
                 f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are "
                 "one weight",
                 "make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'",
+            )
+
+
+def _different_in_layers(ends: tuple[str, str], styles: Mapping[str, Style]) -> Problems:
+    """Yield the two styles of a parameter that two layers share, of its module or its own."""
+    owners = [name.rpartition(".")[0] for name in ends]
+    if any(owner not in styles for owner in owners):
+        yield Problem(
+            f"tensor.fused: layers share {as_pattern(owners[0])}, so its parts cannot be parameters of their own",
+            "leave it out",
+        )
+        return
+    for one, other in (owners, ends):
+        if styles.get(one) != styles.get(other):
+            found = [f"{name} is {styles[name]!r}" if name in styles else f"{name} has none" for name in (one, other)]
+            yield Problem(
+                f"tensor.styles: {' and '.join(found)}, but they share their parameters", "give both the same style"
             )
 
 
