@@ -1,5 +1,6 @@
 """Over cp a program passes full sequences and gets what the stock model returns."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -359,6 +360,9 @@ def take_the_configuration() -> None:
     with pytest.raises(ModelError) as caught:
         GPT2LMHeadModel(model.config)(**batch)
     assert str(caught.value) == SHARED
+    # A program may copy a part of the model, which belongs to it.
+    copied = copy.deepcopy(model.transformer.h[0].attn.attn_dropout)
+    assert copied.stage_attention is model.transformer.h[0].attn.stage_attention
 
 
 def test_a_configuration_that_a_parallel_model_has_is_refused() -> None:
