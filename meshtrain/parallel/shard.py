@@ -1,6 +1,5 @@
 """Shard parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from meshtrain.compat.fsdp import (
 )
 from meshtrain.config.mesh import EXPERT_FSDP_AXES, FSDP_AXES, REPLICA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, ShardPlan
+from meshtrain.parallel.cut.probe import shared_parameters
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.experts.stacks import expert_stacks
 from meshtrain.runtime.mesh import fsdp_mesh
@@ -84,7 +84,7 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan, *, keeps_roo
     # Two groups of FSDP2 that share a parameter would lose gradients without an error, and a group
     # does not look into modules that have one of their own. So layers that share a parameter belong
     # to the group of the stage.
-    shared = _shared_parameters(stage.own_layers())
+    shared = shared_parameters(stage.own_layers())
     alone: set[nn.Parameter] = set()
     for layer in stage.own_layers():
         alone |= _shard_experts(layer, mesh, plan, shard) if plan.mesh.ep > 1 else set()
@@ -189,11 +189,6 @@ def _prefetch(stage: Stage, depth: int) -> None:
     for number, (layer, *_) in enumerate(layers):
         layer.set_modules_to_forward_prefetch([*chain(*layers[number + 1 :][:depth])])
         layer.set_modules_to_backward_prefetch([*chain(*layers[:number][::-1][:depth])])
-
-
-def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
-    counts = Counter(parameter for layer in layers for parameter in layer.parameters())
-    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def _offload_policy(plan: ParallelPlan, device_type: str) -> OffloadPolicy:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtrain.compat.transformers import loop_over_experts
 from meshtrain.errors import ModelError
 from meshtrain.models.tiny import HEADS, SHORT, shrink
-from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.cut.probe import find_layers, shared_parameters
 
 MAX_LAYERS = 16
 LayerKind = tuple[str | None, frozenset[str], frozenset[str]]
@@ -91,19 +91,16 @@ def copy_with_all_kinds(
 def layer_kinds(model: PreTrainedModel) -> dict[tuple[LayerKind, bool], str]:
     """Return every kind of decoder layer, with the FQN of the first layer of the kind.
 
-    Layers that share parameters with a layer before them (True) are a kind of their own.
+    Layers that share parameters with others (True) are a kind of their own.
     """
     try:
         name, layers = find_layers(model)
     except ModelError:
         # The check of the plan decides whether it needs the layers.
         return {}
-    kinds: dict[tuple[LayerKind, bool], str] = {}
-    before: set[nn.Parameter] = set()
+    shared, kinds = shared_parameters(layers), dict[tuple[LayerKind, bool], str]()
     for index, (kind, layer) in enumerate(zip(kinds_of_layers(model), layers, strict=False)):
-        parameters = set(layer.parameters())
-        kinds.setdefault((kind, not before.isdisjoint(parameters)), f"{name}.{index}")
-        before |= parameters
+        kinds.setdefault((kind, not shared.isdisjoint(layer.parameters())), f"{name}.{index}")
     return kinds
 
 

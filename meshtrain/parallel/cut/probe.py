@@ -5,7 +5,8 @@ before, between and after the layers, and what these pass to each other.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,6 +46,12 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             f"{type(model).__name__} has no list of modules with parameters, so it cannot be cut or sharded by layer"
         )
     return min(candidates, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters())))
+
+
+def shared_parameters(layers: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters that several layers have."""
+    counts = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 @dataclass(frozen=True)
