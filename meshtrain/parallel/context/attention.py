@@ -6,7 +6,6 @@ that computes attention is still the one of the model.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -229,10 +228,8 @@ def _reads_tensors(function: Any) -> bool:
 
     It closes over them, or the functions that it combines do. Chunks have (batch,) padding.
     """
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    if isinstance(function, partial):
-        held += [function.func, *function.args, *function.keywords.values()]
-    held = [it for value in held for it in (value if isinstance(value, tuple | list) else (value,))]
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held = [it for cell in cells for it in (cell if isinstance(cell, tuple | list) else (cell,))]
     return any(it.dim() > 1 if isinstance(it, Tensor) else _reads_tensors(it) for it in held)
 
 
