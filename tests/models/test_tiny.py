@@ -184,7 +184,7 @@ def test_heads_in_four_blocks_are_kept(heads: int, tp: int, small: int) -> None:
         ("mimo_v2_flash", "balanced", 6),
         # Sliding attention without experts, sliding attention with them, full attention with them.
         ("exaone_moe", [16, 16], 4),
-        # Two layers share a block, with as many others between them.
+        # Two layers of each kind, and those of one kind share a block.
         ("zamba", "balanced", 4),
     ],
     ids=str,
@@ -199,6 +199,13 @@ def test_tiny_copy_has_every_kind_of_layer(model_type: str, layers: str | list[i
     )
     assert {*real} == {*copy}
     assert tiny.num_hidden_layers == count
+
+
+def test_tiny_copy_has_every_block_that_layers_share() -> None:
+    config = default_config("zamba2", {"num_mem_blocks": 2})
+    tiny = make_case(config, ParallelPlan(), MeshPlan(dp_shard=1), attention="eager").hf_config
+    # The third layer of that kind has the first block again.
+    assert tiny.layer_types.count("hybrid") == 3
 
 
 def test_kind_of_layer_without_a_tiny_copy_is_refused() -> None:

@@ -435,6 +435,20 @@ def test_layers_that_share_a_block_have_the_same_styles() -> None:
     )
 
 
+def test_layers_that_share_a_parameter_have_the_same_rule_for_it() -> None:
+    model, block = build_meta_model(shared_block_config(), dtype=torch.float32), "shared_transformer"
+    scale = nn.Parameter(torch.empty(2, device="meta"))
+    for layer in (1, 3):
+        model.get_submodule(f"model.layers.{layer}.{block}").register_parameter("scale", scale)
+    ends = [f"model.layers.{layer}.{block}.scale" for layer in (3, 1)]
+    model.all_tied_weights_keys[ends[0]] = ends[1]
+    styles = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2).tensor.styles
+    assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": {**styles, ends[1]: "replicate"}}), model) == (
+        f"tensor.styles: {ends[0]} has none and {ends[1]} is 'replicate', but they share their parameters; give both "
+        "the same style",
+    )
+
+
 @pytest.mark.parametrize("style", ["replicate", "sequence_parallel"])
 def test_norms_on_heads_must_be_summed(style: str) -> None:
     styles = {**make_plan("qwen3").tensor.styles, "model.layers.*.self_attn.q_norm": style}
