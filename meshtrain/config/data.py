@@ -168,7 +168,7 @@ class DataConfig(SourceConfig):
     in memory."""
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch. Otherwise untrained
-    rows fill it, which a run that trains routers refuses."""
+    rows fill it, which a run with losses or biases of routers refuses."""
     cache_directory: Annotated[PathText, AfterValidator(expanduser), Field(validate_default=True)] = (
         "~/.cache/meshtrain"
     )

@@ -8,6 +8,7 @@ up, hidden), the parts only get a separate dimension, which needs no copy.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.nn import hook_tables, mix_in, parameter_table
 from meshtrain.errors import PlanError
-from meshtrain.models.patterns import match_names
+from meshtrain.models.patterns import as_pattern, match_names
 
 Parts = Sequence[str] | Mapping[str, int | str]
 KEY = "tensor.fused"
@@ -148,14 +149,21 @@ def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]
         order of the model.
 
     Raises:
-        PlanError: for a pattern that matches nothing, a module that is not a projection, or parts
-            that do not divide it.
+        PlanError: for a pattern that matches nothing, a module that is not a projection, parts that
+            do not divide it, or parameters that another module has too.
     """
-    entries = []
+    entries, names = [], Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, parts in match_names(_names(model), fused, KEY).items():
         shares = _shares(model, name, parts)
         owner, _, kind = name.rpartition(".")
-        if isinstance(getattr(model.get_submodule(owner), kind), nn.Parameter):
+        found = getattr(model.get_submodule(owner), kind)
+        parameters = [found] if isinstance(found, nn.Parameter) else found.parameters()
+        if any(names[parameter] > 1 for parameter in parameters):
+            raise PlanError(
+                f"{KEY}: {as_pattern(name)} shares its parameters with another module, so its parts cannot be "
+                "parameters of their own; leave it out"
+            )
+        if isinstance(found, nn.Parameter):
             entries.append(_stack(model.get_submodule(owner), name, kind, shares))
         else:
             entries += _unfuse_module(model, name, shares)

@@ -30,11 +30,11 @@ from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.documents.segments import Document, Piece, Segment, find_documents, find_segments
 
 OWNER = "stage_attention"
-"""Attribute of the modules of a stage: what computes their attention."""
+"""Attribute of the modules of a stage: the name of their attention."""
 
 SHARES_CONFIGURATION = (
     "this model was built from the configuration of a parallel model, and would compute attention as that one does",
-    "build it from a copy of the configuration, made before the call of meshtrain.parallelize",
+    "build it from the configuration that the model had before the call of meshtrain.parallelize",
 )
 
 
@@ -70,13 +70,14 @@ class StageAttention:
         pieces: Sequence[Piece] | None = None,
     ) -> None:
         self._base, self._context, self._by_documents, self._pieces = base, context, by_documents, pieces
+        self._runs = False
         self._segments: list[Segment] | None = None
         self._documents: list[list[Document]] | None = None
         self._rows: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageAttention":
-        """Return itself: a copy of a module belongs to the stages of this process too."""
+        """Return itself: the hooks of a copied module set what attention of its name reads."""
         return self
 
     def watch(self, model: PreTrainedModel, base: str = "") -> None:
@@ -90,7 +91,7 @@ class StageAttention:
         _separate_configuration(model)
         model.set_attn_implementation(self._name)
         for it in model.modules():
-            vars(it)[OWNER] = self
+            vars(it)[OWNER] = self._name
         module = model.get_submodule(base)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
         module.register_forward_hook(self._end, always_call=True)
@@ -126,7 +127,7 @@ class StageAttention:
             ModelError: for a module of another model, built from the configuration of this one.
         """
         is_stock = self._parts is None and not isinstance(attention_mask, SegmentedMask)
-        if not is_stock and getattr(module, OWNER, None) is not self:
+        if not is_stock and getattr(module, OWNER, None) != self._name:
             raise ModelError(*SHARES_CONFIGURATION)
         if isinstance(attention_mask, SegmentedMask):
             return self._attend_by_segments(module, query, key, value, attention_mask, **kwargs)
@@ -150,7 +151,9 @@ class StageAttention:
         """Make a mask; transformers calls it by name."""
         if self._segments is not None:
             return SegmentedMask(self._base, self._segments, **kwargs)
-        return (mask_function_of(self._base) if self._parts is None else self._parts.mask)(**kwargs)
+        # Generation makes masks before its forward pass begins, and other models make theirs.
+        parts = self._parts if self._runs else None
+        return (mask_function_of(self._base) if parts is None else parts.mask)(**kwargs)
 
     @property
     def _parts(self) -> ContextParallel | None:
@@ -159,7 +162,7 @@ class StageAttention:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions: Tensor | None = kwargs.get("position_ids")
-        self._segments = None
+        self._runs, self._segments = True, None
         if self._by_documents and positions is not None and kwargs.get("attention_mask") is None:
             self._segments = find_segments(self._documents_of(model, positions), self._pieces_of(positions.shape[1]))
             # With a mask, transformers does not look for documents itself.
@@ -171,8 +174,7 @@ class StageAttention:
         return args, kwargs if self._parts is None else self._parts.begin(kwargs)
 
     def _end(self, *_: Any) -> None:
-        # Generation with a static cache makes masks before its next forward pass begins.
-        self._segments = None
+        self._runs, self._segments = False, None
 
     def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:
         if self._documents is None:

@@ -201,7 +201,10 @@ def prove_both(config: PretrainedConfig) -> str:
 
 def prove_experts(config: PretrainedConfig) -> str:
     """Return the result with the experts on two processes."""
-    model = build_meta_model(config, dtype=torch.float32, attention="eager")
+    try:
+        model = build_meta_model(config, dtype=torch.float32, attention="eager")
+    except UserError as error:
+        return f"{REFUSED}: {error.lines[0]}"
     return _prove(config, APART) if expert_stacks(model) else "has no stacked experts"
 
 

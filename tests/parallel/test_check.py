@@ -419,20 +419,29 @@ def test_tied_weights_with_different_placements_are_refused() -> None:
 def test_layers_that_share_a_block_have_the_same_styles() -> None:
     model = build_meta_model(shared_block_config(), dtype=torch.float32)
     styles = dict(resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2).tensor.styles)
+    block = "shared_transformer"
+    one = {**styles, f"model.layers.1.{block}": styles[f"model.layers.*.{block}"]}
+    del one[f"model.layers.*.{block}"]
+    assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": one}), model) == (
+        f"tensor.styles: model.layers.3.{block} has none and model.layers.1.{block} is 'whole_sequence', but they "
+        "share parameters; give both the same style",
+    )
     norm = "shared_transformer.input_layernorm"
     others = {f"model.layers.1.{norm}": "replicate", f"model.layers.3.{norm}": "sequence_parallel"}
     assert styles.pop(f"model.layers.*.{norm}") == "replicate"
     assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": styles | others}), model) == (
         f"tensor.styles: model.layers.3.{norm} is 'sequence_parallel' and model.layers.1.{norm} is 'replicate', but "
-        "they share their parameters; give both the same style",
+        "they share parameters; give both the same style",
     )
     whole = "model.layers.*.shared_transformer.feed_forward.gate_up_proj"
     assert styles.pop(whole) == "replicate"
     parts = dict.fromkeys([f"{whole}.gate", f"{whole}.up", f"model.layers.*.{norm}"], "replicate")
-    plan = make_plan(mesh={"tp": 2}, tensor={"styles": styles | parts, "fused": {whole: ["gate", "up"]}})
-    assert problems(plan, model) == (
-        f"tensor.fused: layers share {whole}, so its parts cannot be parameters of their own; leave it out",
-    )
+    for mesh in ({"tp": 2}, {"dp_replicate": 1}):
+        plan = make_plan(mesh=mesh, tensor={"styles": styles | parts, "fused": {whole: ["gate", "up"]}})
+        assert problems(plan, model) == (
+            f"tensor.fused: {whole} shares its parameters with another module, so its parts cannot be parameters of "
+            "their own; leave it out",
+        )
 
 
 def test_layers_that_share_a_parameter_have_the_same_rule_for_it() -> None:
@@ -444,7 +453,7 @@ def test_layers_that_share_a_parameter_have_the_same_rule_for_it() -> None:
     model.all_tied_weights_keys[ends[0]] = ends[1]
     styles = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2).tensor.styles
     assert problems(make_plan(mesh={"tp": 2}, tensor={"styles": {**styles, ends[1]: "replicate"}}), model) == (
-        f"tensor.styles: {ends[0]} has none and {ends[1]} is 'replicate', but they share their parameters; give both "
+        f"tensor.styles: {ends[0]} has none and {ends[1]} is 'replicate', but they share parameters; give both "
         "the same style",
     )
 

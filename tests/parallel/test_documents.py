@@ -1,5 +1,6 @@
 """Packed documents compute what each document alone does, without a mask of all pairs of a row."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -204,6 +205,19 @@ def test_why_a_class_needs_a_mask() -> None:
         "attention.documents = 'segments': FalconForCausalLM does not compute attention through the interface of "
         "transformers; set it to 'auto' or 'mask'",
     )
+
+
+def copy_a_base_model() -> None:
+    model, attention = stock_model("llama-tied").eval(), StageAttention("sdpa", by_documents=True)
+    attention.watch(model, "model")
+    ids, positions = torch.arange(3, 19)[None], torch.cat([torch.arange(10), torch.arange(6)])[None]
+    found = copy.deepcopy(model.model)(ids, position_ids=positions, use_cache=False).last_hidden_state
+    wanted = stock_model("llama-tied").eval().model(ids, position_ids=positions, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_copy_of_a_base_model_computes_documents_alone() -> None:
+    run_on_ranks(1, copy_a_base_model)
 
 
 def generate_after_documents() -> None:

@@ -10,6 +10,7 @@ from transformers import BloomConfig, LlamaConfig, StableLmConfig
 
 from meshtrain import cli
 from meshtrain.models.tiny import default_config
+from meshtrain.verify.classes import prove_experts
 from meshtrain.verify.record import record_of, uncovered_flags
 from meshtrain.verify.variants import Flags, attention_heads, candidates, cover_pairs, find_flags
 
@@ -107,3 +108,9 @@ def test_variants_are_in_the_table(tmp_path: Path) -> None:
     ]
     assert row == f"| {' | '.join(columns)} |"
     assert (tmp_path / "variants.json").exists()
+
+
+def test_type_that_cannot_be_built_has_a_row() -> None:
+    # Its configuration is that of a part that never runs alone.
+    config = default_config("gemma4_unified_assistant")
+    assert prove_experts(config).startswith("refused: transformers cannot build a gemma4_unified_text model from this")

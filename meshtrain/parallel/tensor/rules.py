@@ -163,7 +163,7 @@ def sharded_dims(style: Style, module: nn.Module) -> dict[str, int]:
 
 
 def _raise_any(problems: Problems) -> None:
-    # Problems name patterns, so all layers report the same one, which is raised only once.
+    # Where problems name patterns, all layers report the same one, which is raised only once.
     if found := dict.fromkeys(problems):
         raise PlanError(found)
 
@@ -222,10 +222,12 @@ def blocks_of(name: str, styles: Mapping[str, Style], kind: StyleKind) -> Iterat
 
 
 def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
-    layers = find_layers(model)[0]
+    layers, in_layers = find_layers(model)[0], dict[str, Problem]()
     for ends in model.all_tied_weights_keys.items():
         if all(name.startswith(f"{layers}.") for name in ends):
-            yield from _different_in_layers(ends, styles)
+            if (problem := _difference_in_layers(ends, styles)) is not None:
+                # One pair of layers stands for all.
+                in_layers[as_pattern(ends[0])] = problem
             continue
         head, embedding = (name.rpartition(".")[0] for name in ends)
         if (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
@@ -234,23 +236,20 @@ def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> P
                 "one weight",
                 "make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'",
             )
+    yield from in_layers.values()
 
 
-def _different_in_layers(ends: tuple[str, str], styles: Mapping[str, Style]) -> Problems:
-    """Yield the two styles of a parameter that two layers share, of its module or its own."""
-    owners = [name.rpartition(".")[0] for name in ends]
-    if any(owner not in styles for owner in owners):
-        yield Problem(
-            f"tensor.fused: layers share {as_pattern(owners[0])}, so its parts cannot be parameters of their own",
-            "leave it out",
-        )
-        return
-    for one, other in (owners, ends):
+def _difference_in_layers(ends: tuple[str, str], styles: Mapping[str, Style]) -> Problem | None:
+    """Compare the styles of a parameter that two layers share, and of the modules around it."""
+    one, other = ends
+    while one and other:
         if styles.get(one) != styles.get(other):
             found = [f"{name} is {styles[name]!r}" if name in styles else f"{name} has none" for name in (one, other)]
-            yield Problem(
-                f"tensor.styles: {' and '.join(found)}, but they share their parameters", "give both the same style"
+            return Problem(
+                f"tensor.styles: {' and '.join(found)}, but they share parameters", "give both the same style"
             )
+        one, other = (name.rpartition(".")[0] for name in (one, other))
+    return None
 
 
 def _wrong_sums(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
