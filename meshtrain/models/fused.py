@@ -160,8 +160,8 @@ def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]
         parameters = [found] if isinstance(found, nn.Parameter) else found.parameters()
         if any(names[parameter] > 1 for parameter in parameters):
             raise PlanError(
-                f"{KEY}: {as_pattern(name)} shares its parameters with another module, so its parts cannot be "
-                "parameters of their own; leave it out"
+                f"{KEY}: the parameters of {as_pattern(name)} are shared (they have several names in the model), so "
+                "its parts cannot have their own; leave it out, or share none"
             )
         if isinstance(found, nn.Parameter):
             entries.append(_stack(model.get_submodule(owner), name, kind, shares))

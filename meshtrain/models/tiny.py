@@ -269,6 +269,9 @@ def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int, *, in_t
 
 
 def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], num_layers: int) -> Any:
+    if isinstance(value, list) and value == list(range(num_layers)):
+        # It lists all layers, as Llama 4 does in `moe_layers`.
+        return list(range(len(kept)))
     if isinstance(value, list) and len(value) == num_layers:
         return [_shrunk(name, value[index], sizes, [], -1) for index in kept]
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):

@@ -30,11 +30,11 @@ from meshtrain.parallel.documents.mask import SegmentedMask
 from meshtrain.parallel.documents.segments import Document, Piece, Segment, find_documents, find_segments
 
 OWNER = "stage_attention"
-"""Attribute of the modules of a stage: the name of their attention."""
+"""Attribute of the modules of a stage: what computes their attention."""
 
 SHARES_CONFIGURATION = (
     "this model was built from the configuration of a parallel model, and would compute attention as that one does",
-    "build it from the configuration that the model had before the call of meshtrain.parallelize",
+    "build it from the configuration that the parallel model had before the call of meshtrain.parallelize",
 )
 
 
@@ -70,14 +70,13 @@ class StageAttention:
         pieces: Sequence[Piece] | None = None,
     ) -> None:
         self._base, self._context, self._by_documents, self._pieces = base, context, by_documents, pieces
-        self._runs = False
         self._segments: list[Segment] | None = None
         self._documents: list[list[Document]] | None = None
         self._rows: Counter[nn.Module] = Counter()
         self._name = attention_registered(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageAttention":
-        """Return itself: the hooks of a copied module set what attention of its name reads."""
+        """Return itself: the hooks of a copied module set what attention of this name reads."""
         return self
 
     def watch(self, model: PreTrainedModel, base: str = "") -> None:
@@ -91,7 +90,7 @@ class StageAttention:
         _separate_configuration(model)
         model.set_attn_implementation(self._name)
         for it in model.modules():
-            vars(it)[OWNER] = self._name
+            vars(it)[OWNER] = self
         module = model.get_submodule(base)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
         module.register_forward_hook(self._end, always_call=True)
@@ -127,7 +126,7 @@ class StageAttention:
             ModelError: for a module of another model, built from the configuration of this one.
         """
         is_stock = self._parts is None and not isinstance(attention_mask, SegmentedMask)
-        if not is_stock and getattr(module, OWNER, None) != self._name:
+        if not is_stock and getattr(module, OWNER, None) is not self:
             raise ModelError(*SHARES_CONFIGURATION)
         if isinstance(attention_mask, SegmentedMask):
             return self._attend_by_segments(module, query, key, value, attention_mask, **kwargs)
@@ -151,9 +150,7 @@ class StageAttention:
         """Make a mask; transformers calls it by name."""
         if self._segments is not None:
             return SegmentedMask(self._base, self._segments, **kwargs)
-        # Generation makes masks before its forward pass begins, and other models make theirs.
-        parts = self._parts if self._runs else None
-        return (mask_function_of(self._base) if parts is None else parts.mask)(**kwargs)
+        return (mask_function_of(self._base) if self._parts is None else self._parts.mask)(**kwargs)
 
     @property
     def _parts(self) -> ContextParallel | None:
@@ -162,7 +159,7 @@ class StageAttention:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions: Tensor | None = kwargs.get("position_ids")
-        self._runs, self._segments = True, None
+        self._segments = None
         if self._by_documents and positions is not None and kwargs.get("attention_mask") is None:
             self._segments = find_segments(self._documents_of(model, positions), self._pieces_of(positions.shape[1]))
             # With a mask, transformers does not look for documents itself.
@@ -174,7 +171,8 @@ class StageAttention:
         return args, kwargs if self._parts is None else self._parts.begin(kwargs)
 
     def _end(self, *_: Any) -> None:
-        self._runs, self._segments = False, None
+        # Generation with a static cache makes masks before its next forward pass begins.
+        self._segments = None
 
     def _documents_of(self, model: nn.Module, positions: Tensor) -> list[list[Document]]:
         if self._documents is None:

@@ -65,7 +65,7 @@ def copy_with_all_kinds(
     Raises:
         ModelError: if no copy is small enough, or the smallest of all cannot be built.
     """
-    count, lacking, refusal = 0, kinds, None
+    count, found, refusal = 0, dict[tuple[LayerKind, bool], str](), None
     # Between layers that share a block there may be many others.
     in_turn = any(shares for _, shares in kinds)
     for number in numbers:
@@ -77,15 +77,19 @@ def copy_with_all_kinds(
             refusal = refusal or error
             continue
         found = layer_kinds(model)
-        count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
-        if not lacking:
+        count = number
+        if found.keys() >= kinds.keys():
             return number, tiny, model
     if refusal is not None and count == 0:
         raise refusal
-    raise ModelError(
-        f"{next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer that no tiny copy with up to "
-        f"{count} layers has"
-    )
+    (kind, shares), name = next(item for item in kinds.items() if item[0] not in found)
+    what = f"{name} of the {tiny.model_type} is of a kind of layer that no tiny copy with up to {count} layers has"
+    if shares and (kind, False) in found:
+        what = (
+            f"{name} of the {tiny.model_type} shares parameters with another layer, as no layer of its kind does in a "
+            f"tiny copy with up to {count} layers"
+        )
+    raise ModelError(what)
 
 
 def layer_kinds(model: PreTrainedModel) -> dict[tuple[LayerKind, bool], str]:

@@ -203,8 +203,8 @@ def prove_experts(config: PretrainedConfig) -> str:
     """Return the result with the experts on two processes."""
     try:
         model = build_meta_model(config, dtype=torch.float32, attention="eager")
-    except UserError as error:
-        return f"{REFUSED}: {error.lines[0]}"
+    except Exception:  # noqa: BLE001 - the proof fails in the same way, and reports it
+        return _prove(config, APART)
     return _prove(config, APART) if expert_stacks(model) else "has no stacked experts"
 
 

@@ -1,10 +1,11 @@
 """Tiny configurations keep the kinds of layers and the properties of a model."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
@@ -15,7 +16,7 @@ from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
 from meshtrain.models.tiny import default_config, shrink
-from meshtrain.parallel.tiny_copy import layer_kinds
+from meshtrain.parallel.tiny_copy import copy_with_all_kinds, layer_kinds
 from meshtrain.verify.verify_run import make_case
 from tests.parity import DYNAMIC, LONGROPE
 from tests.tiny import tiny_config
@@ -101,6 +102,10 @@ def test_differences_between_layers_are_kept() -> None:
     dots = tiny_config("dots3_note_text")
     assert dots.layer_types == [*["indexed_attention"] * 2, *["sliding_attention"] * 2]
     assert values_in_layers(dots, "num_attention_heads") == values_in_layers(dots, "num_key_value_heads") == [4, 2]
+    # All layers have experts, and the one with full attention is the last.
+    llama = AutoConfig.for_model("llama4_text", num_hidden_layers=8, no_rope_layers=[1] * 7 + [0])
+    assert (llama.moe_layers, shrink(llama, 4).moe_layers) == ([*range(8)], [*range(4)])
+    assert shrink(llama, 4).layer_types == ["chunked_attention"] * 3 + ["full_attention"]
     sliding = dots.per_layer_config[2]
     assert sliding.head_dim == sliding.qk_nope_head_dim + sliding.qk_rope_head_dim == 20
 
@@ -201,11 +206,26 @@ def test_tiny_copy_has_every_kind_of_layer(model_type: str, layers: str | list[i
     assert tiny.num_hidden_layers == count
 
 
+def copy_with_blocks(number: int) -> PreTrainedModel:
+    """Return a tiny Zamba 2, whose layers have so many shared blocks in turn."""
+    config = default_config("zamba2", {"num_mem_blocks": number})
+    build = partial(build_meta_model, dtype=DTYPES["float32"], attention="eager")
+    return copy_with_all_kinds(layer_kinds(build(config)), range(4, 17), partial(shrink, config), build)[2]
+
+
 def test_tiny_copy_has_every_block_that_layers_share() -> None:
-    config = default_config("zamba2", {"num_mem_blocks": 2})
-    tiny = make_case(config, ParallelPlan(), MeshPlan(dp_shard=1), attention="eager").hf_config
-    # The third layer of that kind has the first block again.
-    assert tiny.layer_types.count("hybrid") == 3
+    first, second, third = (
+        layer.shared_transformer.input_layernorm.weight
+        for layer in copy_with_blocks(2).model.layers
+        if hasattr(layer, "shared_transformer")
+    )
+    assert first is third is not second
+    refusal = (
+        "^model.layers.6 of the zamba2 shares parameters with another layer, as no layer of its kind does in a tiny "
+        "copy with up to 16 layers$"
+    )
+    with pytest.raises(ModelError, match=refusal):
+        copy_with_blocks(8)
 
 
 def test_kind_of_layer_without_a_tiny_copy_is_refused() -> None:

@@ -439,8 +439,8 @@ def test_layers_that_share_a_block_have_the_same_styles() -> None:
     for mesh in ({"tp": 2}, {"dp_replicate": 1}):
         plan = make_plan(mesh=mesh, tensor={"styles": styles | parts, "fused": {whole: ["gate", "up"]}})
         assert problems(plan, model) == (
-            f"tensor.fused: {whole} shares its parameters with another module, so its parts cannot be parameters of "
-            "their own; leave it out",
+            f"tensor.fused: the parameters of {whole} are shared (they have several names in the model), so its parts "
+            "cannot have their own; leave it out, or share none",
         )
 
 

@@ -110,7 +110,7 @@ def test_variants_are_in_the_table(tmp_path: Path) -> None:
     assert (tmp_path / "variants.json").exists()
 
 
-def test_type_that_cannot_be_built_has_a_row() -> None:
+def test_experts_of_a_type_that_cannot_be_built_are_refused() -> None:
     # Its configuration is that of a part that never runs alone.
     config = default_config("gemma4_unified_assistant")
     assert prove_experts(config).startswith("refused: transformers cannot build a gemma4_unified_text model from this")
