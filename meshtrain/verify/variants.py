@@ -171,7 +171,8 @@ def _signature(model_type: str, changes: Values) -> object:
     of a forward pass on meta. It fails if it cannot be built.
     """
     try:
-        config = shrink(default_config(model_type, changes), 4)
+        # Some flags show only where a model has two layers of a kind.
+        config = shrink(default_config(model_type, changes), 4, in_turn=True)
         model = build_meta_model(config, dtype=torch.float32, attention="eager").eval()
     except UserError:
         return None

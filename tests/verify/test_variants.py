@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, LlamaConfig, StableLmConfig
+from transformers import BloomConfig, LlamaConfig, StableLmConfig, Zamba2Config
 
 from meshtrain import cli
 from meshtrain.models.tiny import default_config
@@ -61,6 +61,12 @@ def test_flag_without_effect_is_silent() -> None:
 def test_layers_may_have_different_numbers_of_heads() -> None:
     assert attention_heads(default_config("gpt2")) == 12
     assert "num_key_value_heads" in find_flags("dots3_note_text").values
+
+
+def test_flags_of_a_block_that_layers_share_are_found() -> None:
+    # They show only where two layers share one.
+    assert "num_mem_blocks" in find_flags("zamba2").values
+    assert uncovered_flags(Zamba2Config(num_mem_blocks=2)) == []
 
 
 def test_uncovered_flags_are_found() -> None:
