@@ -19,6 +19,7 @@ initialization.py  the initialization rules of transformers
 nn.py              torch.nn modules
 numpy.py           memory-mapped arrays
 operators.py       operators of torch
+operators_seen.py  what an observer of operators must know about them
 peft.py            objects of peft
 schedules.py       torch's pipeline schedules
 transformers.py    models, classes and configurations of transformers

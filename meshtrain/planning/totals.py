@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshtrain.compat.fake import shown_name
+from meshtrain.compat.operators_seen import shown_name
 from meshtrain.planning.simulation.recorder import Work
 
 

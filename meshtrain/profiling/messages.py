@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from meshtrain.compat.autograd import OperatorMode
-from meshtrain.compat.fake import MESSAGES, WAITS, name_of, shown_name, tensors_of
+from meshtrain.compat.operators_seen import MESSAGES, WAITS, name_of, shown_name, tensors_of
 from meshtrain.planning.simulation.recorder import message_of
 from meshtrain.profiling.files import ProfiledMessages
 from meshtrain.profiling.trace import (

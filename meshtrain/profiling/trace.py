@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from meshtrain.compat.fake import MESSAGES
+from meshtrain.compat.operators_seen import MESSAGES
 
 Event = dict[str, Any]
 Interval = tuple[float, float]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtrain.compat.fake import fake_tensors, name_of
+from meshtrain.compat.fake import fake_tensors
+from meshtrain.compat.operators_seen import name_of
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import Float8Recipe, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig

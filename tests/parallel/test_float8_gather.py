@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtrain.compat.fake import name_of
+from meshtrain.compat.operators_seen import name_of
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, RunConfig

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.compat.autograd import is_view
-from meshtrain.compat.fake import name_of
+from meshtrain.compat.operators_seen import name_of
 from meshtrain.parallel.tensor.late_gradients import Entrance, _Factors
 from meshtrain.parallel.tensor.modules import become_sharded
 from meshtrain.parallel.tensor.region import Region, identity

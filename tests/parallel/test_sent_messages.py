@@ -123,5 +123,5 @@ def waits() -> list[list[int]]:
 
 def test_only_messages_that_have_arrived_are_awaited_in_a_step() -> None:
     # Its module makes the backend known to torch.
-    assert fake.HOOK
+    assert fake.fake_process_group
     assert run_on_ranks(1, waits) == [[[1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]

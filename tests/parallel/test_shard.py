@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtrain.compat.fake import name_of
 from meshtrain.compat.fsdp import gathered_parameters, unreduced_gradients
+from meshtrain.compat.operators_seen import name_of
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.models.layout import local_tensor

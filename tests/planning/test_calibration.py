@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain import cli
-from meshtrain.compat.fake import attention_of_cpu
+from meshtrain.compat.operators_seen import attention_of_cpu
 from meshtrain.planning.calibration.calls import (
     LARGEST_BYTES,
     Call,

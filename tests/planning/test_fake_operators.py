@@ -9,8 +9,9 @@ from torch import Tensor
 
 from meshtrain.compat import fake_operators
 from meshtrain.compat.autograd import OperatorMode
-from meshtrain.compat.fake import fake_tensors, tensors_of
+from meshtrain.compat.fake import fake_tensors
 from meshtrain.compat.fake_operators import FakeOperators, device_asked
+from meshtrain.compat.operators_seen import tensors_of
 
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda x: x * 2.0,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from meshtrain.compat.fake import HOOK
+from meshtrain.compat.operators_seen import HOOK
 from meshtrain.config.distillation import DistillationConfig
 from meshtrain.config.ema import EmaConfig
 from meshtrain.config.lora import LoraConfig

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.compat.fake import full_name_of, operator_of
 from meshtrain.compat.operators import OF_MANY_TENSORS
+from meshtrain.compat.operators_seen import full_name_of, operator_of
 from meshtrain.planning.calibration.gpu_calls import call_on_gpu
 from meshtrain.planning.simulation.rank import record_rank
 from meshtrain.planning.simulation.recorder import Recorder, Work

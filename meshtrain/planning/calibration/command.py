@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain import console
-from meshtrain.compat.fake import HOOK
+from meshtrain.compat.operators_seen import HOOK
 from meshtrain.config.batch_ramp import NO_RAMP
 from meshtrain.config.machine import MachineConfig, SpeedConfig
 from meshtrain.config.run import RunConfig

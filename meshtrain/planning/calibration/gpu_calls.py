@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.compat.fake import attention_of_cpu, operator_of
+from meshtrain.compat.operators_seen import attention_of_cpu, operator_of
 
 
 def call_on_gpu(operator: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[[], object]:

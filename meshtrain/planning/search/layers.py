@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.compat.fake import HOOK
+from meshtrain.compat.operators_seen import HOOK
 from meshtrain.compat.schedules import BACKWARD, FORWARD
 from meshtrain.planning.simulation.profile import ROLES, ActionProfile, RankProfile
 from meshtrain.planning.simulation.recorder import HEAD, Role, Work

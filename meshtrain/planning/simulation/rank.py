@@ -21,11 +21,11 @@ from meshtrain.compat.fake import (
     resizes_seen,
     rows_joined,
     storage_key,
-    tensors_of,
     votes_skipped,
 )
 from meshtrain.compat.fake_operators import QuickFakeTensors
 from meshtrain.compat.fsdp import before_reduction, gathered_parameters, padded_once, unreduced_gradients
+from meshtrain.compat.operators_seen import tensors_of
 from meshtrain.config.mesh import AXES, EP, EXPERT_FSDP_AXES, FSDP_AXES, PP, STAGE, fsdp_axis_of
 from meshtrain.errors import ModelError
 from meshtrain.parallel.check.batch import num_microbatches

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from meshtrain.compat.autograd import UncompiledMode
-from meshtrain.compat.fake import (
+from meshtrain.compat.fake import is_on_meta, storage_key
+from meshtrain.compat.fake_operators import FakeOperators, Likeness, device_asked, has_dtensor
+from meshtrain.compat.operators import ITEMS
+from meshtrain.compat.operators_seen import (
     BUFFERED,
     GATHERED,
     LOOKUPS,
@@ -22,13 +25,9 @@ from meshtrain.compat.fake import (
     changed_arguments,
     flops_of,
     group_name_of,
-    is_on_meta,
     name_of,
-    storage_key,
     tensors_of,
 )
-from meshtrain.compat.fake_operators import FakeOperators, Likeness, device_asked, has_dtensor
-from meshtrain.compat.operators import ITEMS
 from meshtrain.config.mesh import REPLICA_AXES
 
 # Number format of the scales of blocks.

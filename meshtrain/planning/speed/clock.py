@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import groupby
 from operator import add
 
-from meshtrain.compat.fake import GATHERED, shown_name
+from meshtrain.compat.operators_seen import GATHERED, shown_name
 from meshtrain.config.mesh import REPLICA_AXES
 from meshtrain.planning.simulation.profile import ActionProfile
 from meshtrain.planning.simulation.recorder import Sent, Work, sent_and_computed

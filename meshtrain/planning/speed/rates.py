@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from meshtrain.compat.fake import ATTENTION, HOOK, message_kind
+from meshtrain.compat.operators_seen import ATTENTION, HOOK, message_kind
 from meshtrain.config.machine import POSTED, LinkConfig, SpeedConfig
 from meshtrain.config.mesh import AXES, EXPERT_FSDP_AXES, FSDP_AXES, STAGE, MeshPlan, axes_named, fsdp_axis_of
 from meshtrain.planning.simulation.recorder import BLOCK_SCALES, Sent, Work, sent_and_computed
