@@ -184,3 +184,14 @@ def test_stacked_experts_compute_the_same() -> None:
     assert problems(stock, {"model.layers.*.mlp.experts.gate_up_proj": ["a", "b", "c", "d", "e"]}) == (
         f"tensor.fused: {GATE_UP} has 24 rows, which are not 5 equal parts",
     )
+
+
+def test_stacked_experts_that_layers_share_are_refused() -> None:
+    model = MixtralForCausalLM(MixtralConfig(**{**MIXTRAL.to_dict(), "num_hidden_layers": 2}))
+    one, other = (layer.mlp.experts for layer in model.model.layers[:2])
+    other.gate_up_proj = one.gate_up_proj
+    fused = "model.layers.*.mlp.experts.gate_up_proj"
+    assert problems(model, {fused: ["gate", "up"]}) == (
+        f"tensor.fused: the parameters of {fused} are shared (they have several names in the model), so its parts "
+        "cannot have their own; leave it out, or share none",
+    )
