@@ -60,7 +60,7 @@ def be_rank(environment: dict[str, str], *others: Any) -> None:
     measured = coverage.Coverage(config_file=os.environ["COVERAGE_PROCESS_START"], data_suffix=True)
     measured.start()
     try:
-        ranks._be_rank(environment, *others)
+        ranks._run_rank(environment, *others)
     finally:
         measured.stop()
         measured.save()
@@ -77,17 +77,7 @@ def _measure_ranks() -> None:
             environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "none")
         return collect(environments, *others)
 
-    class Context:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
-        def Process(self, target: Any, args: tuple, **options: Any) -> Any:
-            return self._inner.Process(target=reach.be_rank, args=args, **options)
-
-    ranks._collect, ranks._context = collect_with_test, Context(ranks._context)
+    ranks._collect, ranks._run_rank = collect_with_test, reach.be_rank
 
 
 def main() -> int:
