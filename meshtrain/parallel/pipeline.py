@@ -188,8 +188,11 @@ class Pipeline:
         """
         owned = {}
         for stage in self.stages:
-            held = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-            for name, parameter in stage.named_parameters():
+            held = dict(stage.named_parameters(remove_duplicate=False))
+            firsts: dict[nn.Parameter, str] = {}
+            for name, parameter in held.items():
+                firsts.setdefault(parameter, name)
+            for parameter, name in firsts.items():
                 # Both ends of a tie may be on this stage, and the copy may come first.
                 fqn = stage.tied.get(name, name)
                 if fqn in held:

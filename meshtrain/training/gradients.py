@@ -6,10 +6,11 @@ Whether a gradient must be summed over an axis follows from its placement, not f
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from meshtrain.compat.operators import multiply, norms
 from meshtrain.config.mesh import AXES, PP, STAGE_AXES, TP, axes_named
@@ -32,8 +33,9 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
             parameter.grad = torch.zeros_like(parameter)
             filled.add(name)
     for stage in pipeline.stages:
-        filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
-        stage.filled.clear()
+        if stage.filled:
+            filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
+            stage.filled.clear()
     return filled
 
 
@@ -90,6 +92,7 @@ def finish_gradients(pipeline: Pipeline) -> None:
         )
 
 
+@torch.no_grad()
 def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
     """Return the gradient norm of the full model, in which a tied weight counts once.
 
@@ -118,6 +121,7 @@ class LayerNorms:
 
     names: tuple[str, ...] = ()
 
+    @torch.no_grad()
     def of(self, pipeline: Pipeline) -> tuple[Tensor, ...]:
         """Return the norms (names,), float64, the same on every process. Collective."""
         if not self.names:
@@ -134,7 +138,7 @@ class LayerNorms:
         for axes, found in groups.items():
             squares[axes] = torch.zeros(len(places), dtype=torch.float64, device=device)
             if found:
-                values = torch.stack([norm.double() for norm in norms([it for _, it in found])]).square()
+                values = _squares([it for _, it in found])
                 squares[axes].index_add_(0, torch.tensor([place for place, _ in found], device=device), values)
         own = _over_stage(pipeline, squares) + torch.zeros(len(places), dtype=torch.float64, device=device)
         return (all_reduce_over(own, pipeline.mesh, [PP]).sqrt(),)
@@ -211,10 +215,13 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
         return frozenset()
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
+    return _axes_of_shards(names, tuple(parameter.placements))
+
+
+@cache
+def _axes_of_shards(names: tuple[str, ...], placements: tuple[Placement, ...]) -> frozenset[str]:
     # `is_shard()` is not used: it silently returns False for FSDP2's _StridedShard over tp.
-    sharded = [
-        name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
-    ]
+    sharded = [name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()]
     found = frozenset(axis for name in sharded for axis in axes_named(name))
     assert found <= set(AXES)
     return found
@@ -223,7 +230,12 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device | None) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.double() for norm in norms(gradients)]).square().sum()
+    return _squares(gradients).sum()
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the square of the norm of each gradient (gradients,), float64."""
+    return torch.stack(norms(gradients)).double().square()
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
