@@ -39,8 +39,8 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
         model: what `parallelize` returned, or an adapter of peft around it; in a hook
             `state.model`.
         inputs: token ids (batch, seq), left-padded where their lengths differ. Processes that share
-            a model (its tp and pp axes) pass the same ids, and draw what the first of them would
-            draw alone. Other dp ranks may pass other prompts, of other shapes.
+            a model (its pp, cp and tp axes) pass the same ids, and draw what the first of them
+            would draw alone. Other dp ranks may pass other prompts, of other shapes.
         options: what transformers' `generate` takes: `attention_mask` (batch, seq),
             `max_new_tokens`, `do_sample`, `num_beams`, a `generation_config`, stopping criteria
             (which must decide alike on the processes of one model) and so on. A `streamer` may be

@@ -62,8 +62,7 @@ def parallelize(
     `model(**batch, labels=...)` returns the stock loss and full logits, and after `loss.backward()`
     every gradient is complete. With data parallelism each rank passes its own part of the batch.
     Over cp all ranks of a model pass full sequences, and each computes its part of them.
-    Over cp, and with `attention.documents = "segments"`, the model gets a configuration of its own:
-    make later changes in `model.config`.
+    Over cp the model gets a configuration of its own: make later changes in `model.config`.
     The loss is the mean over the trained tokens of all parts, and its gradient is that of this
     mean. (The auxiliary loss of routers in it is that of each part, weighted by its tokens.) A loss
     that you compute from the logits is summed over the parts: if it is a mean on each rank, divide

@@ -54,8 +54,8 @@ ALTERNATIVES = {
 class PipelinedModel:
     """The stages that this rank holds of a model, and how they train with those of the other ranks.
 
-    Every call is collective: all ranks make it. Ranks that share a model (pp and tp) pass the same
-    batch; over the dp axes each passes its own part. `meshtrain.generate`, `save_pretrained`,
+    Every call is collective: all ranks make it. Ranks that share a model (pp, cp and tp) pass the
+    same batch; over the dp axes each passes its own part. `meshtrain.generate`, `save_pretrained`,
     `save_checkpoint` and `clip_grad_norm` take it like a model without a pipeline. A tied weight
     has two copies, on the first stage and on the last. Freeze the first, under the name that the
     stock model has for it, to freeze both.

@@ -96,7 +96,7 @@ class MeshPlan(Settings):
     ep: Degree = 1
     """Processes that hold different experts of a mixture of experts, whole, and see different
     samples (expert parallel). Each token travels to its experts and back. All other parameters are
-    sharded over dp_shard and ep together (FSDP2)."""
+    sharded over dp_shard, ep and cp together (FSDP2)."""
     cp: Degree = 1
     """Processes that share every sequence (context parallel): each has a part of its tokens, and
     attention alone sees all of them."""

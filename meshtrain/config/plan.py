@@ -309,7 +309,8 @@ class LossPlan(Settings):
     exist at once. 0 computes all logits. `auto` is 0 unless these take more than 512 MiB on a
     process in the number format of the loss. Then the logits of a chunk take about 256 MiB, but it
     has 512 tokens or more, and there are 8 chunks at most. It is also 0 for a class whose head
-    cannot run in chunks. In a program without a pipeline `auto` is 0; with another number
+    cannot run in chunks, and with `preference.loss` or `distillation.teacher`, whose losses need
+    all logits. In a program without a pipeline `auto` is 0; with another number
     `model(labels=...)` returns no logits."""
 
     @property

@@ -218,7 +218,7 @@ def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterabl
             if different := [name for name, found in zip(values, is_unequal.tolist(), strict=True) if found]:
                 yield (
                     f"the batches of {_ranks(mesh, axis, other)} differ in {name_some(different)}; all processes of a "
-                    "pipeline and of a tp group must read the same"
+                    "pipeline, a cp group and a tp group must read the same"
                 )
 
 

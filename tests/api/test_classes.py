@@ -1,5 +1,6 @@
 """The stock training loop computes the same on a mesh, around models of many kinds."""
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from meshtrain.parallel import replicas
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.verify.case import make_batches, with_noise
 from meshtrain.verify.reference import build_adamw, build_stock, copy_weights, copy_weights_into
-from tests.api.programs import full_parameters, parallel
+from tests.api.programs import full_parameters, own_part, parallel
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 from tests.tiny import shared_block_config, tiny_config
@@ -56,11 +57,12 @@ def train(model: Any) -> tuple[list[float], dict[str, Tensor]]:
     first: dict[str, Tensor] = {}
     for batch in make_batches(model.config.get_text_config().vocab_size, ROWS, "joined"):
         optimizer.zero_grad()
+        part = own_part(model, batch) if hasattr(model, "num_data_ranks") else batch
         if isinstance(model, PreTrainedModel):
-            loss = model(**batch, use_cache=False).loss
+            loss = model(**part, use_cache=False).loss
             loss.backward()
         else:
-            loss = model.forward_backward(batch)
+            loss = model.forward_backward(part)
         first = first or full_gradients(model)
         optimizer.step()
         losses.append(loss.item())
@@ -114,3 +116,17 @@ def test_layers_that_share_a_block_are_sharded_together(shard: dict[str, int]) -
         assert_equal(found.gradients, stock.gradients)
         assert_equal(found.parameters, stock.parameters)
         assert found.parameters.keys() == stock.parameters.keys()
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_tokens_travel_to_the_experts_of_other_ranks(mesh: dict[str, int]) -> None:
+    config = tiny_config("mixtral", LAYERS)
+    loop_over_experts(config)
+    (stock,) = run_on_ranks(1, train_stock, [config])[0]
+    names: set[str] = set()
+    for (found,) in run_on_ranks(math.prod(mesh.values()), train_parallel, [config], mesh):
+        assert found.losses == pytest.approx(stock.losses, rel=1e-12, abs=0)
+        assert_equal(found.gradients, stock.gradients)
+        assert_equal(found.parameters, stock.parameters)
+        names |= found.parameters.keys()
+    assert names == stock.parameters.keys()

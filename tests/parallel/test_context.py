@@ -308,7 +308,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         "tokens of a part would see that part only; use cp = 1",
     )
     assert problems_of("mamba2", {"cp": 2}) == (
-        "mesh.cp = 2: Mamba2ForCausalLM takes no position_ids, so it would count the positions of each part from 0; "
+        "mesh.cp = 2: Mamba2ForCausalLM takes no position_ids, so it would compute each part as a whole sequence; "
         "use cp = 1",
     )
     assert (

@@ -160,10 +160,10 @@ def misplaced_parameters() -> list[str]:
 DAMAGE: dict[Callable[[], list[str]], str] = {
     missing_sum: "self-check: gradients differ between the ranks 0, 1 of a tp group (more than 1e-08 of their largest "
     "element), although each holds the full parameter: model.layers.0.self_attn.q_norm.weight by ",
-    other_ids: "self-check: the batches of ranks 0 and 1 (tp) differ in input_ids; all processes of a pipeline and of "
-    "a tp group must read the same",
+    other_ids: "self-check: the batches of ranks 0 and 1 (tp) differ in input_ids; all processes of a pipeline, a cp "
+    "group and a tp group must read the same",
     other_ids_of_stages: "self-check: the batches of ranks 0 and 1 (pp) differ in labels, trained tokens; all "
-    "processes of a pipeline and of a tp group must read the same",
+    "processes of a pipeline, a cp group and a tp group must read the same",
     dropout_by_rank: "self-check: gradients differ between the ranks 0, 1 of a tp group (more than 1e-08 of their "
     "largest element), although each holds the full parameter: transformer.wpe.weight by ",
     perturbed_replica: "self-check: parameters differ between ranks 0 and 1 (dp_replicate), which must hold the same: "

@@ -48,7 +48,7 @@ def _refusal(model: PreTrainedModel) -> str | None:
     """Return why a class cannot compute parts of sequences; None if it can."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         name = type(model).__name__
-        return f"{name} takes no position_ids, so it would count the positions of each part from 0"
+        return f"{name} takes no position_ids, so it would compute each part as a whole sequence"
     try:
         mixing_blocks(model)
         skips_padding(model)

@@ -16,8 +16,8 @@ def check_head(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) ->
     """Yield what keeps the head of a model from running in the chunks that a plan asks for."""
     if plan.loss.chunk_tokens not in ("auto", 0) and not batch.takes_chunks:
         yield Problem(
-            f"loss.chunk_tokens = {plan.loss.chunk_tokens} computes the loss in chunks of tokens, and this loss is "
-            "computed from all logits of a microbatch at once",
+            f"loss.chunk_tokens = {plan.loss.chunk_tokens} computes the loss in chunks of tokens, and that of "
+            "preference.loss or distillation.teacher needs all logits of a microbatch",
             "leave it out",
         )
     elif plan.loss.chunk_tokens not in ("auto", 0):

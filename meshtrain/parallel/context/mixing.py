@@ -86,7 +86,8 @@ class _Seen(NamedTuple):
 def _find(model: PreTrainedModel) -> list[str]:
     tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
     seen: dict[_Block, _Seen] = {}
-    with copies_must_run(tiny, "does not run with the attention of a trial, which gets no mask"), torch.no_grad():
+    failure = "does not run without an attention mask, which only the attention interface may use"
+    with copies_must_run(tiny, failure), torch.no_grad():
         tiny.set_attn_implementation(attention_registered(attention))
         with ExitStack() as hooks:
             for at, block in _blocks(tiny).items():
