@@ -159,13 +159,30 @@ def profiled(setting: Setting) -> Numbers:
     return {**numbers, "peak_gib": summary["peak_bytes"] / 2**30}
 
 
-def two_processes(setting: Setting, *, mesh: str) -> Numbers:
+_EXPERTS = ("model.type=mixtral", "model.config.num_local_experts=4", "model.config.num_experts_per_tok=2")
+_ASYNC_TP = ("plan.tensor.sequence_parallel=true", "plan.tensor.async_tp=true", "plan.compile.enabled=true")
+MESHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    # name: the axis of two processes, options of both runs, options of the run on two
+    **{axis: (axis, (), ()) for axis in ("dp_shard", "tp", "pp", "cp")},
+    "ep": ("ep", _EXPERTS, ()),
+    "async_tp": ("tp", (), _ASYNC_TP),
+}
+
+
+def two_processes(setting: Setting, *, name: str) -> Numbers:
     """Train with two processes, and compare with one."""
-    if setting.device == "cuda" and torch.cuda.device_count() < 2:
+    axis, of_both, of_two = MESHES[name]
+    on_cuda = setting.device == "cuda"
+    if on_cuda and torch.cuda.device_count() < 2:
         raise Skipped(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    if name == "ep" and setting.on_host:
+        raise Skipped("the device in host memory does not count integers, as grouped experts do")
+    if name == "async_tp" and not (on_cuda and torch.cuda.can_device_access_peer(0, 1)):
+        raise Skipped("needs 2 GPUs that reach each other's memory")
     _write_run(setting.folder)
-    one, two = setting.folder / "one", setting.folder / f"two-{mesh}"
+    one, two = setting.folder / "-".join(["one", *of_both[:1]]), setting.folder / f"two-{name}"
     if not one.exists():
-        run_command(setting, "train", "run.toml", f"run_directory={one}", "--processes", "1")
-    run_command(setting, "train", "run.toml", f"run_directory={two}", f"plan.mesh.{mesh}=2", "--processes", "2")
+        run_command(setting, "train", "run.toml", f"run_directory={one}", *of_both, "--processes", "1")
+    mesh = f"plan.mesh.{axis}=2"
+    run_command(setting, "train", "run.toml", f"run_directory={two}", mesh, *of_both, *of_two, "--processes", "2")
     return {"loss_difference": check_close("loss", losses_of(two), losses_of(one), 1e-4)}

@@ -20,7 +20,7 @@ from meshtrain.parallel.float8.product import RECIPES
 from meshtrain.planning.machine import Machine, find_machine, machine_of_device
 from meshtrain.planning.needs import find_needs
 from meshtrain.runtime.process import check_number_format
-from tests.gpu.commands import profiled, quickstart, run_command, trained_124m, two_processes
+from tests.gpu.commands import MESHES, profiled, quickstart, run_command, trained_124m, two_processes
 from tests.gpu.loops import build_step
 from tests.gpu.models import COMPARED, MIXED, SHAPES, SMALL_SHAPES, SMALL_TIMED, TIMED, TINY, TINY_GPT2, traced
 from tests.gpu.outcome import Failed, Numbers, Setting, Skipped, check_close
@@ -324,5 +324,5 @@ PARTS: dict[str, Part] = {
     "features": Part({name: partial(features, name=name) for name in COMPARED}, apart=True),
     "seconds": Part({"calibrated": seconds}),
     "profile": Part({"trace": profiled}),
-    "processes": Part({mesh: partial(two_processes, mesh=mesh) for mesh in ("dp_shard", "tp", "pp")}),
+    "processes": Part({name: partial(two_processes, name=name) for name in MESHES}),
 }

@@ -136,6 +136,11 @@ def test_run_on_cuda_devices_learns_as_on_the_cpu(folders: Folder) -> None:
     }
 
 
+def test_parts_of_sequences_on_devices_learn_as_full_ones(folders: Folder) -> None:
+    plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
+    assert losses(trained(folders("cp"), 2, "plan.mesh.cp=2")) == pytest.approx(plain, rel=1e-5)
+
+
 def test_run_with_offloading_learns_as_without(folders: Folder) -> None:
     plain = losses(trained(folders("cpu"), 2, "plan.mesh.pp=2", on_cuda=False))
     offloaded = trained(folders("offload"), 2, "plan.mesh.dp_shard=2", "plan.shard.offload=cpu")
