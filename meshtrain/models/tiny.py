@@ -54,6 +54,14 @@ UNSET = {
     "indexer_budget": 2 * WINDOW,
     "indexer_compress_ratio": WINDOW // 2,
 }
+# Hybrids that have no attention by default, although it is what makes them hybrids.
+_EVERY_FOURTH = range(1, 32, 4)
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [*_EVERY_FOURTH]},
+    "granitemoehybrid": {
+        "layer_types": ["full_attention" if index in _EVERY_FOURTH else "linear_attention" for index in range(32)]
+    },
+}
 NOT_VALUES = ("model_type", "transformers_version", "architectures", PATH_KEY, "dtype", "auto_map")
 
 
@@ -67,7 +75,7 @@ def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyTyp
         ModelError: if there is none.
     """
     try:
-        config = AutoConfig.for_model(model_type, **changes)
+        config = AutoConfig.for_model(model_type, **HYBRIDS.get(model_type, {}) | dict(changes))
     except (*REFUSALS, NotImplementedError) as error:
         raise ModelError(f"{model_type!r} has no defaults: {refusal_reason(error)}") from error
     config = _language_model(config)
@@ -269,7 +277,7 @@ def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int, *, in_t
 
 
 def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], num_layers: int) -> Any:
-    if isinstance(value, list) and value == list(range(num_layers)):
+    if isinstance(value, list) and value == list(range(num_layers)) and all(type(it) is int for it in value):
         # It lists all layers, as Llama 4 does in `moe_layers`.
         return list(range(len(kept)))
     if isinstance(value, list) and len(value) == num_layers:

@@ -133,7 +133,9 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     abilities[CONTEXT] = _prove(config, IN_PARTS)
     abilities[EXPERTS] = prove_experts(config)
     abilities[DROPOUT] = _drop(config)
-    if only_defaults or not abilities["tensor"].startswith(PROVEN):
+    # The flags of a model inside another are not those of the type.
+    is_part = config.get_text_config() is not config
+    if only_defaults or is_part or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
     pretrained = abilities["tensor"].startswith(GIVEN)
     return Verdict(model_type, name, abilities, prove_variants(_type_of(config, model_type), pretrained=pretrained))

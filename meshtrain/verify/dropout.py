@@ -17,11 +17,12 @@ from transformers import PretrainedConfig
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import copy_expert_implementation
-from meshtrain.errors import TrainingStopped, UserError
+from meshtrain.errors import ModelError, TrainingStopped, UserError
+from meshtrain.models.build import build_meta_model
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.parallel.randomness import has_dropout, stream_key
+from meshtrain.parallel.randomness import stream_key
 from meshtrain.runtime.ranks import RankError, run_on_ranks
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, StepResult, train_step
@@ -85,11 +86,14 @@ def prove_dropout(case: ProofCase) -> DropoutProof:
     """Train a case on its ranks, with dropout at every rate, and return the proof.
 
     Raises:
-        UserError: for a model or a plan that the ranks refuse.
+        UserError: for a model or a plan that the ranks refuse, and for a model that drops nothing.
         RankError: if it does not run.
     """
+    dropping = with_dropout(case)
+    # A class may refuse rates above zero.
+    build_meta_model(dropping.hf_config, dtype=torch.float32, attention="eager")
     try:
-        errors = run_on_ranks(case.world_size, measure, with_dropout(case), timeout=300.0)
+        errors = run_on_ranks(case.world_size, measure, dropping, timeout=300.0)
     except RankError as error:
         if isinstance(error.original, TrainingStopped):
             return DropoutProof(float("nan"), str(error.original))
@@ -106,10 +110,11 @@ def measure(case: ProofCase) -> float:
     pipeline = build_on_ranks(case, case.plan)
     for stage in pipeline.stages:
         restore_buffers(stage.model)
-        assert has_dropout(stage.model), "nothing is dropped"
     with float32_casts_lifted():
         fill(pipeline, weights)
         context, batch = build_step_context(pipeline), local_rows(pipeline, _without_padding(case))
+        if not _drops(context, batch):
+            raise ModelError(f"a tiny copy of a {case.hf_config.model_type} drops nothing, whatever its rates are")
         error = derivative_error(context, batch)
         for step in range(STEPS):
             train_step(context, step, batch, np.arange(case.global_batch_size))
@@ -128,6 +133,13 @@ def _without_padding(case: ProofCase) -> dict[str, Tensor]:
         ids = batch["input_ids"]
         batch["input_ids"] = torch.where(ids == padding, (ids + 1) % case.vocabulary, ids)
     return batch
+
+
+def _drops(context: StepContext, batch: Mapping[str, Tensor]) -> bool:
+    """Return whether two steps with the same parameters drop different elements."""
+    still = replace(context, learning_rate=lambda step: 0.0)
+    one, other = (train_step(still, step, batch, np.arange(len(batch["input_ids"]))).loss for step in (0, 1))
+    return one != other
 
 
 def derivative_error(context: StepContext, batch: Mapping[str, Tensor]) -> float:

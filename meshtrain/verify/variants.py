@@ -2,13 +2,13 @@
 
 import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of
 from meshtrain.errors import UserError
@@ -17,6 +17,7 @@ from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.models.tiny import KEY_VALUE_HEADS, default_config, shrink
 from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
+from meshtrain.parallel.tiny_copy import MAX_LAYERS, copy_with_all_kinds, layer_kinds
 
 Values = Mapping[str, Any]
 # These select what a forward pass returns, or make a model that is not a causal language model.
@@ -83,23 +84,36 @@ def find_flags(model_type: str) -> Flags:
     """Return which candidates change what the model of a type computes, alone or in pairs.
 
     Raises:
-        ModelError: if there is no tiny copy of the type.
+        ModelError: if there is no tiny copy of the type with all its kinds of layers.
     """
     offered = candidates(default_config(model_type))
-    plain = _signature(model_type, {})
+    signatures = _Signatures(model_type)
+    plain = signatures.of({})
     changing = {
-        name: tuple(value for value in values if value == values[0] or _signature(model_type, {name: value}) != plain)
+        name: tuple(value for value in values if value == values[0] or signatures.of({name: value}) != plain)
         for name, values in offered.items()
     }
     silent = [name for name, values in changing.items() if len(values) == 1]
     for one, other in itertools.combinations(silent, 2):
-        pair = {one: offered[one][-1], other: offered[other][-1]}
-        if _signature(model_type, pair) not in (plain, None):
-            changing |= {name: offered[name] for name in pair}
+        for pair in _pairs(one, offered[one], other, offered[other]):
+            if signatures.of(pair) not in (plain, None):
+                changing |= {name: offered[name] for name in pair}
+    # A flag may matter only where another one has another value.
+    for other, values in [(name, values) for name, values in changing.items() if len(values) > 1]:
+        for name in [name for name, values in changing.items() if len(values) == 1]:
+            for pair in _pairs(other, values, name, offered[name]):
+                if signatures.of(pair) not in (signatures.of({other: pair[other]}), None):
+                    changing[name] = offered[name]
     return Flags(
         {name: values for name, values in changing.items() if len(values) > 1},
         tuple(name for name, values in changing.items() if len(values) == 1),
     )
+
+
+def _pairs(one: str, of_one: Sequence[Any], other: str, of_other: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield all pairs of values other than the defaults."""
+    for a, b in itertools.product(of_one[1:], of_other[1:]):
+        yield {one: a, other: b}
 
 
 def cover_pairs(
@@ -164,21 +178,55 @@ def _changed(variant: Values, default: Values) -> Values:
     return {name: value for name, value in variant.items() if value != default[name]}
 
 
-def _signature(model_type: str, changes: Values) -> object:
-    """Return the structure and operations of a tiny model, without its values; None if it fails.
+class _Signatures:
+    """What tiny models of a type compute, to see what flags change.
 
-    That is its modules, the shapes of its parameters, the kinds of its layers, and every operation
-    of a forward pass on meta. It fails if it cannot be built.
+    Args:
+        model_type: of a language model.
+
+    Raises:
+        ModelError: if there is no tiny copy with all kinds of layers.
     """
-    try:
+
+    def __init__(self, model_type: str) -> None:
+        config = default_config(model_type)
         # Some flags show only where a model has two layers of a kind.
-        config = shrink(default_config(model_type, changes), 4, in_turn=True)
-        model = build_meta_model(config, dtype=torch.float32, attention="eager").eval()
-    except UserError:
-        return None
+        self._num_layers, _, _ = copy_with_all_kinds(
+            layer_kinds(_build(config)),
+            range(4, MAX_LAYERS + 1),
+            lambda number, **_: shrink(config, number, in_turn=True),
+            _build,
+        )
+        self._type = model_type
+        self._known: dict[tuple[tuple[str, Any], ...], object] = {}
+
+    def of(self, changes: Values) -> object:
+        """Return structure and operations of a model, without its values; None if it has no copy.
+
+        That is its modules, the shapes of its parameters, the kinds of its layers, and every
+        operation of a forward pass on meta.
+        """
+        key = tuple(sorted(changes.items()))
+        if key not in self._known:
+            self._known[key] = self._compute(changes)
+        return self._known[key]
+
+    def _compute(self, changes: Values) -> object:
+        try:
+            config = shrink(default_config(self._type, changes), self._num_layers, in_turn=True)
+            return _signature(_build(config))
+        except UserError:
+            return None
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    return build_meta_model(config, dtype=torch.float32, attention="eager").eval()
+
+
+def _signature(model: PreTrainedModel) -> object:
     modules = tuple((name, type(module).__name__) for name, module in model.named_modules())
     shapes = tuple((name, p.shape) for name, p in model.named_parameters(remove_duplicate=False))
-    layer_types = tuple(getattr(config, "layer_types", None) or ())
+    layer_types = tuple(getattr(model.config, "layer_types", None) or ())
     traces = []
     for with_mask in (True, False):
         with _Operations() as operations, torch.no_grad(), probed(model, PROBE_LENGTH):

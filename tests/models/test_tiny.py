@@ -106,6 +106,9 @@ def test_differences_between_layers_are_kept() -> None:
     llama = AutoConfig.for_model("llama4_text", num_hidden_layers=8, no_rope_layers=[1] * 7 + [0])
     assert (llama.moe_layers, shrink(llama, 4).moe_layers) == ([*range(8)], [*range(4)])
     assert shrink(llama, 4).layer_types == ["chunked_attention"] * 3 + ["full_attention"]
+    # A switch for each layer is no list of layers.
+    switched = AutoConfig.for_model("llama", num_hidden_layers=2, switches=[False, True])
+    assert all(it is False or it is True for it in shrink(switched, 2).switches)
     sliding = dots.per_layer_config[2]
     assert sliding.head_dim == sliding.qk_nope_head_dim + sliding.qk_rope_head_dim == 20
 

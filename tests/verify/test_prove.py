@@ -21,6 +21,7 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import load_run
 from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
+from meshtrain.models.tiny import default_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import MeanLoss, TokenLoss
@@ -407,6 +408,21 @@ def test_refused_classes_alone_are_tried_from_pretrained_weights(
     assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == code
     cells = " | ".join([*[cell] * 4, "has no stacked experts", "proven"])
     assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cells} | - |"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bamba", {"attn_layer_indices": None}, "a tiny copy of a bamba drops nothing, whatever its rates are"),
+        (
+            "diffllama",
+            {},
+            "transformers cannot build a diffllama model from this configuration: DiffLlama does not",
+        ),
+    ],
+)
+def test_classes_that_drop_nothing_are_not_proven(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    assert classes._drop(default_config(model_type, changes)).startswith(f"refused: {reason}")
 
 
 def test_model_types_and_classes_are_counted() -> None:

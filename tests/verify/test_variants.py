@@ -9,7 +9,9 @@ import pytest
 from transformers import BloomConfig, LlamaConfig, StableLmConfig, Zamba2Config
 
 from meshtrain import cli
+from meshtrain.errors import ModelError
 from meshtrain.models.tiny import default_config
+from meshtrain.verify import classes
 from meshtrain.verify.classes import prove_experts
 from meshtrain.verify.record import record_of, uncovered_flags
 from meshtrain.verify.variants import Flags, attention_heads, candidates, cover_pairs, find_flags
@@ -67,6 +69,27 @@ def test_flags_of_a_block_that_layers_share_are_found() -> None:
     # They show only where two layers share one.
     assert "num_mem_blocks" in find_flags("zamba2").values
     assert uncovered_flags(Zamba2Config(num_mem_blocks=2)) == []
+
+
+def test_flags_of_every_kind_of_layer_are_found() -> None:
+    # The first layer with attention is the fifth.
+    assert "num_key_value_heads" in find_flags("jamba").values
+
+
+def test_flags_that_matter_beside_others_only_are_found() -> None:
+    # It is read where `is_moe` holds.
+    assert "norm_topk_prob" in find_flags("doge").values
+
+
+def test_flags_of_a_type_without_a_tiny_copy_are_not_searched() -> None:
+    with pytest.raises(ModelError, match="transformers cannot build a gemma4_unified_text model"):
+        find_flags("gemma4_unified_assistant")
+
+
+def test_flags_of_a_model_inside_another_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "_try", lambda *arguments, **options: "proven")
+    verdict = classes._verdict("emu3", only_defaults=False)
+    assert (verdict.abilities["tensor"], verdict.variants) == ("proven", None)
 
 
 def test_uncovered_flags_are_found() -> None:
