@@ -208,17 +208,25 @@ def test_host_of_the_store_waits_for_its_readers(tmp_path, kind, seconds):
     process.stdout.close()
 
 
+STRIKES = {
+    **{fault: partial(strike, fault=fault) for fault in FAULTS},
+    "freeze for long": partial(strike, fault="freeze"),
+    "freeze while stopping": partial(strike, fault="freeze", and_terminate=0),
+}
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Let rank 1 fail in all ways, at most four at once, which the machine can bear."""
-    names = [*FAULTS, "freeze for long", "freeze while stopping"]
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Let rank 1 fail in the ways that the tests of this session ask for, at most four at once."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {"raise", "mistake", "sleep"}.union(*(map(str, item.callspec.params.values()) for item in items))
+    names = [name for name in STRIKES if name in asked]
     directories = [tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names]
     for name, directory in zip(names, directories, strict=True):
         write_run(directory, watchdog=QUICK if name in FAULTS else PATIENT)
-    faults = [partial(strike, fault=fault) for fault in [*FAULTS, "freeze"]]
-    faults.append(partial(strike, fault="freeze", and_terminate=0))
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(lambda fault, directory: fault(directory), faults, directories), strict=True))
+        found = pool.map(lambda name, directory: STRIKES[name](directory), names, directories)
+        return dict(zip(names, found, strict=True))
 
 
 WHERE = "step 6, stage 1, microbatch 2, forward"
