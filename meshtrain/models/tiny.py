@@ -68,6 +68,8 @@ NOT_VALUES = ("model_type", "transformers_version", "architectures", PATH_KEY, "
 def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PretrainedConfig:
     """Return a buildable default configuration of the language model of a type.
 
+    Bamba and GraniteMoeHybrid have attention in every fourth layer, not in none.
+
     Args:
         changes: values other than the defaults.
 

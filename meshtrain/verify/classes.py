@@ -56,7 +56,8 @@ class Variants:
         tried: number of variants, with the defaults.
         proven: number of variants that are proven.
         others: flags of what is refused, or wrong -> the reason.
-        record: what `write_record` keeps.
+        record: what `write_record` keeps; empty if the flags are refused.
+        refusal: why flags were not looked for, if there is no tiny copy with all kinds of layers.
     """
 
     flags: tuple[str, ...]
@@ -64,8 +65,11 @@ class Variants:
     proven: int
     others: dict[str, str]
     record: dict[str, Any]
+    refusal: str = ""
 
     def __str__(self) -> str:
+        if self.refusal:
+            return self.refusal
         if not self.flags:
             return "no flag changes what it computes"
         found = [f"{self.proven} of {self.tried} variants of {', '.join(self.flags)} are proven"]
@@ -112,7 +116,8 @@ def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: boo
         console.line(f"{model_type}: {'; '.join(results)}")
     table.write_text("\n".join(_markdown(verdicts)) + "\n")
     if not only_defaults:
-        write_record({v.model_type: v.variants.record for v in verdicts if v.variants}, table.with_name(RECORD_NAME))
+        records = {v.model_type: v.variants.record for v in verdicts if v.variants and v.variants.record}
+        write_record(records, table.with_name(RECORD_NAME))
     for ability in COLUMNS:
         console.line(f"{ability}: {_count(verdicts, ability)}")
     results = [result for verdict in verdicts for result in verdict.abilities.values()]
@@ -148,7 +153,10 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
         model_type: of a language model whose defaults are proven.
         pretrained: whether the defaults are proven from given weights only.
     """
-    flags = find_flags(model_type)
+    try:
+        flags = find_flags(model_type)
+    except UserError as error:
+        return Variants((), 0, 0, {}, {}, f"{REFUSED}: {error.lines[0]}")
     refused: dict[str, str] = {}
 
     def is_possible(values: Values) -> bool:

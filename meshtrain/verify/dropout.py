@@ -136,7 +136,10 @@ def _without_padding(case: ProofCase) -> dict[str, Tensor]:
 
 
 def _drops(context: StepContext, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether two steps with the same parameters drop different elements."""
+    """Return whether two steps with the same parameters and samples have different losses.
+
+    What else may draw, such as the noise of routers, has no effect in a tiny copy.
+    """
     still = replace(context, learning_rate=lambda step: 0.0)
     one, other = (train_step(still, step, batch, np.arange(len(batch["input_ids"]))).loss for step in (0, 1))
     return one != other

@@ -130,6 +130,11 @@ def test_other_steps_on_the_cpu(tmp_path: Path) -> None:
     assert found["attention, sdpa, flash kernel"] == "passed"
 
 
+def test_two_processes_on_the_cpu(tmp_path: Path) -> None:
+    found = run_small(tmp_path, "processes")
+    assert {name for name, status in found.items() if status != "passed"} == {"processes, async_tp"}
+
+
 def test_parts_that_begin_too_late_are_skipped(tmp_path: Path) -> None:
     code, _, _ = run("parity", "--device", "cpu", "--small", "--minutes", "0", "--out", str(tmp_path))
     assert code == 0

@@ -84,10 +84,14 @@ def test_flags_that_matter_beside_others_only_are_found() -> None:
 def test_flags_of_a_type_without_a_tiny_copy_are_not_searched() -> None:
     with pytest.raises(ModelError, match="transformers cannot build a gemma4_unified_text model"):
         find_flags("gemma4_unified_assistant")
+    variants = classes.prove_variants("gemma4_unified_assistant", pretrained=False)
+    assert str(variants).startswith("refused: transformers cannot build a gemma4_unified_text model")
+    assert not variants.record
 
 
 def test_flags_of_a_model_inside_another_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classes, "_try", lambda *arguments, **options: "proven")
+    monkeypatch.setattr(classes, "_drop", lambda config: "proven")
     verdict = classes._verdict("emu3", only_defaults=False)
     assert (verdict.abilities["tensor"], verdict.variants) == ("proven", None)
 
