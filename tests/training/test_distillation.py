@@ -177,7 +177,7 @@ REFUSED: list[tuple[list[str], int, str]] = [
         "distillation.teacher: mesh.pp x stages_per_rank makes 4 stages, but the model has only 2 layers; use fewer",
     ),
     (["plan.mesh.tp = 4"], 4, "distillation.teacher: mesh.tp = 4 does not divide the model's 2 attention heads"),
-    (["plan.loss.chunk_tokens = 64"], 1, "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and this loss"),
+    (["plan.loss.chunk_tokens = 64"], 1, "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and that of "),
     (
         ['preference.loss = "dpo"', 'data.format = "preference"', 'data.form = "padded"'],
         1,

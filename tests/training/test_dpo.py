@@ -222,7 +222,10 @@ REFUSED = [
         "batch_ramp has a batch of 3 pairs, which is not a multiple of dp 1 x micro_batch_size 2 = 2",
     ),
     (["preference.desirable_weight = 2.0"], '`desirable_weight` is for `loss` = "kto", found "dpo"'),
-    (["plan.loss.chunk_tokens = 64"], "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and this loss is"),
+    (
+        ["plan.loss.chunk_tokens = 64"],
+        "loss.chunk_tokens = 64 computes the loss in chunks of tokens, and that of preference.loss or ",
+    ),
     (["global_batch_size = 3", "micro_batch_size = 2"], "global_batch_size = 3 is not a multiple of dp 1 x micro_b"),
 ]
 
