@@ -27,7 +27,6 @@ from meshtrain.parallel.tiny_model import BATCH, LENGTH, copies_must_run, inputs
 CHANGED = 1
 # Relative to the largest value. The results of a float32 cast inside a model differ by less.
 CLOSE = 1e-5
-NEEDS_MASK = "does not run where attention gets no mask, as in the trial of cp"
 _found: WeakKeyDictionary[PreTrainedModel, list[str]] = WeakKeyDictionary()
 
 
@@ -87,14 +86,13 @@ class _Seen(NamedTuple):
 def _find(model: PreTrainedModel) -> list[str]:
     tiny, attention = tiny_model(model, 1).eval(), _OwnPosition()
     seen: dict[_Block, _Seen] = {}
-    with copies_must_run(tiny, "does not run with the attention of a trial"), torch.no_grad():
+    with copies_must_run(tiny, "does not run in the trial of cp, where attention gets no mask"), torch.no_grad():
         tiny.set_attn_implementation(attention_registered(attention))
         with ExitStack() as hooks:
             for at, block in _blocks(tiny).items():
                 look = partial(_look, seen, at)
                 hooks.enter_context(block.register_forward_hook(look, with_kwargs=True))
-            with copies_must_run(tiny, NEEDS_MASK):
-                tiny(**inputs_of(tiny), use_cache=False)
+            tiny(**inputs_of(tiny), use_cache=False)
         mixing = {at: block for at, block in _blocks(tiny).items() if at in seen and seen[at].mixes}
         mixes_elsewhere = _mixes_without(tiny, list(mixing.values()))
         counts_places = _counts_places(tiny, list(mixing.values()), attention)
